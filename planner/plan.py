@@ -151,10 +151,14 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Input:
+    """What the caller hands to every rank, whole."""
+
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
     name: str
     shape: tuple[int, ...]
     dtype: DType
+    box: tuple[int, int, int]
+    """The shape as (batch, rows, cols), in the way of a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +174,14 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The caller's input number ``input`` is written to ``view`` before anything else of the replay."""
+    """The rank's share of the caller's input is written to ``view`` before anything else of the replay: ``region`` of
+    as many batches as the view has, from ``batch`` on, of the input seen as ``Input.box``."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
     stream: int
     input: int
+    batch: int
+    region: Region
     view: int
     do: Literal["load"] = field(default="load", kw_only=True)
 
