@@ -1,0 +1,258 @@
+"""The op table: what an author may write for each kind of op. Validation, JSON Schema and manual come from here."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+"""A tensor's name; a suffix after a dot tells streams of tokens apart (x.img, x.txt)."""
+Size = Annotated[int, Field(ge=1, le=2**40)]
+Dim = Size | Name
+"""A number, or the name of a size: batch, seq or a named length, hidden, heads, kv_heads, head_dim, ffn."""
+
+
+def _names(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+_NAMES_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+Names = Annotated[
+    tuple[Name, ...], Field(min_length=1), BeforeValidator(_names), WithJsonSchema(_NAMES_SCHEMA)
+]
+"""One tensor's name or a list of them."""
+Dims = Annotated[tuple[Dim, ...], Field(min_length=1, max_length=4), BeforeValidator(as_tuple)]
+BufferCount = Literal["auto"] | Annotated[int, Field(ge=1, le=8)]
+Handshake = Literal["memop", "copy", "kernel"]
+Via = Literal["copy", "nccl"]
+Width = Literal["heads", "kv_heads", "ffn", "hidden"]
+
+
+class Model(BaseModel):
+    """Base of everything read from a schedule: frozen, strict, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=False)
+
+
+class OpFields(Model):
+    """What every op may have."""
+
+    summary: ClassVar[str]
+    runs_on: ClassVar[str] = "compute"
+    in_: Names = Field(alias="in", description="The tensor or tensors that the op takes.")
+    name: Name | None = Field(None, description="Names the op within its block; the same kind twice needs it.")
+    stream: Name | None = Field(
+        None, description="The stream that it runs on; by default the one of its kind (compute or copy)."
+    )
+
+
+class OneOutput(OpFields):
+    out: Name = Field(description="The name of the result.")
+
+
+class SameName(OpFields):
+    out: Names | None = Field(None, description="New names for the results; by default the names stay.")
+
+
+class Exchanging(SameName):
+    """Ops that move data between ranks."""
+
+    runs_on: ClassVar[str] = "copy"
+    via: Via = Field(
+        "copy",
+        description="copy: pitched copies into the peers' final layout and a handshake; "
+        "nccl: one collective of the process group, on the compute stream unless another is named.",
+    )
+    buffers: BufferCount = Field(
+        "auto", description="How many targets alternate over the layers; auto takes the fewest provably safe."
+    )
+    handshake: Handshake | None = Field(
+        None, description="How its handshake is made: memop, copy or kernel; by default that of `defaults`."
+    )
+
+
+class Norm(OneOutput):
+    summary: ClassVar[str] = "RMS norm with a weight."
+    over: Literal["head", "hidden"] = Field(
+        "hidden", description="Normalise over each head's dimension, or over all features of a token."
+    )
+
+
+class Modulate(OneOutput):
+    summary: ClassVar[str] = "in * (1 + scale) + shift."
+    shift: Name = Field(description="Tensor that is added.")
+    scale: Name = Field(description="Tensor whose 1 + scale is multiplied.")
+
+
+class Residual(OneOutput):
+    summary: ClassVar[str] = "Sum of two tensors, the second times a gate if there is one."
+    gate: Name | None = Field(None, description="Tensor that the second operand is multiplied by.")
+
+
+class Mlp(OneOutput):
+    summary: ClassVar[str] = "hidden -> ffn -> hidden with GELU, whole on every rank."
+
+
+class NormRope(OpFields):
+    summary: ClassVar[str] = "RMS norm and rotation of heads, in place."
+    rope: Name | None = Field(None, description="Table of cosines and sines, (rows, head_dim).")
+    over: Literal["head", "hidden"] = Field(
+        "head", description="Normalise over each head's dimension, or over all heads of a token."
+    )
+
+
+class Rope(OpFields):
+    summary: ClassVar[str] = "Rotation of heads by a table, in place."
+    rope: Name = Field(description="Table of cosines and sines, (rows, head_dim).")
+
+
+class Attention(OneOutput):
+    summary: ClassVar[str] = "Softmax attention of q over k and v; takes in: [q, k, v]."
+    concat: Names | None = Field(
+        None, description="Suffixes whose q, k and v are joined along the sequence, in this order."
+    )
+
+
+class Linear(OpFields):
+    summary: ClassVar[str] = "One matrix product; several operands are concatenated in features."
+    out: Name | dict[Name, Width] = Field(
+        description="A name (hidden wide), or names with widths: views of one result."
+    )
+    split: Literal["column", "row"] | None = Field(
+        None, description="Cut over the mesh's tensor axis; a row split gives a partial sum."
+    )
+
+
+class Call(OpFields):
+    summary: ClassVar[str] = "A stage of the user's model, bound by name at run time."
+    out: Names = Field(description="The names of the results.")
+    shape: Dims | dict[Name, Dims] | None = Field(
+        None, description="The shape of every output, or one for each."
+    )
+    like: Name | dict[Name, Name] | None = Field(
+        None, description="The tensor whose shape and placement the outputs have, or one for each."
+    )
+    placement: Literal["sequence", "replicated"] | None = Field(
+        None,
+        description="Placement of the outputs; by default that of the operand that has their sequence.",
+    )
+
+
+class Send(Exchanging):
+    summary: ClassVar[str] = "Moves a tensor from sequence to head placement, into every peer's final layout."
+    barrier: bool = Field(
+        False, description="Closes the group of sends since the last barrier with one handshake."
+    )
+
+
+class Barrier(Model):
+    summary: ClassVar[str] = "Closes all sends since the last barrier with one handshake."
+    runs_on: ClassVar[str] = "copy"
+    closes: Literal["all"] = Field(description="Always `all`: every send since the last barrier.")
+    name: Name | None = Field(None, description="Names the op within its block.")
+    stream: Name | None = Field(None, description="The stream that the handshake is made on.")
+    handshake: Handshake | None = Field(None, description="memop, copy or kernel.")
+
+
+class Gather(Exchanging):
+    summary: ClassVar[str] = "Moves an attention output back from head to sequence placement."
+
+
+class AllReduce(Exchanging):
+    summary: ClassVar[str] = "Adds a partial sum over an axis of the mesh."
+    over: Literal["tensor"] = Field("tensor", description="The axis of the mesh.")
+
+
+class AllGather(Exchanging):
+    summary: ClassVar[str] = "Makes a tensor placed by sequence whole on every rank."
+
+
+class Shard(SameName):
+    summary: ClassVar[str] = "Keeps each rank's rows of a replicated tensor; a view, no copy."
+
+
+class Concat(OneOutput):
+    summary: ClassVar[str] = "Joins tensors along the sequence, each rank its own rows."
+
+
+class Split(OpFields):
+    summary: ClassVar[str] = "Undoes a concat; views, no copy."
+    out: Names = Field(description="The names of the parts, in the order of the concat.")
+
+
+class Guide(OneOutput):
+    summary: ClassVar[str] = (
+        "Classifier-free guidance: uncond + scale * (cond - uncond). Takes in: [cond, uncond], or, where the mesh "
+        "has an axis cfg, this rank's branch alone."
+    )
+    scale: Name = Field(description="Tensor of shape (batch).")
+    via: Via = Field("copy", description="How the branches are exchanged over the mesh's cfg axis.")
+    buffers: BufferCount = Field("auto", description="How many targets alternate.")
+    handshake: Handshake | None = Field(None, description="memop, copy or kernel.")
+
+
+def _operands(value: object) -> object:
+    return {"in": value} if isinstance(value, str | list) else value
+
+
+def _closes(value: object) -> object:
+    return {"closes": value} if isinstance(value, str) else value
+
+
+class LayerRun(Model):
+    block: Name = Field(description="A name under `blocks`.")
+    repeat: Size = Field(1, description="How many layers of it.")
+
+
+def _layer_runs(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class Entry(Model):
+    """One item of a block or step: a map of one key, the kind; or `each` with `do`."""
+
+    norm: Annotated[Norm, BeforeValidator(_operands)] | None = None
+    modulate: Annotated[Modulate, BeforeValidator(_operands)] | None = None
+    residual: Annotated[Residual, BeforeValidator(_operands)] | None = None
+    mlp: Annotated[Mlp, BeforeValidator(_operands)] | None = None
+    norm_rope: Annotated[NormRope, BeforeValidator(_operands)] | None = None
+    rope: Annotated[Rope, BeforeValidator(_operands)] | None = None
+    attention: Annotated[Attention, BeforeValidator(_operands)] | None = None
+    linear: Annotated[Linear, BeforeValidator(_operands)] | None = None
+    call: Annotated[Call, BeforeValidator(_operands)] | None = None
+    send: Annotated[Send, BeforeValidator(_operands)] | None = None
+    barrier: Annotated[Barrier, BeforeValidator(_closes)] | None = None
+    gather: Annotated[Gather, BeforeValidator(_operands)] | None = None
+    all_reduce: Annotated[AllReduce, BeforeValidator(_operands)] | None = None
+    shard: Annotated[Shard, BeforeValidator(_operands)] | None = None
+    all_gather: Annotated[AllGather, BeforeValidator(_operands)] | None = None
+    concat: Annotated[Concat, BeforeValidator(_operands)] | None = None
+    split: Annotated[Split, BeforeValidator(_operands)] | None = None
+    guide: Annotated[Guide, BeforeValidator(_operands)] | None = None
+    layers: Name | Annotated[tuple[LayerRun, ...], BeforeValidator(_layer_runs)] | None = Field(
+        None, description="A block's name (model.layers of them), or a list of {block, repeat}."
+    )
+    each: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] | None = Field(
+        None, description="Suffixes: `do` is repeated for each; in it `x` means `x.suffix` if there is one."
+    )
+    do: Annotated[tuple[Entry, ...], BeforeValidator(as_tuple)] | None = Field(
+        None, description="The ops that are repeated for each suffix."
+    )
+
+
+OP_KINDS: dict[str, type[OpFields] | type[Barrier]] = {
+    "norm": Norm, "modulate": Modulate, "residual": Residual, "mlp": Mlp, "norm_rope": NormRope, "rope": Rope,
+    "attention": Attention, "linear": Linear, "call": Call, "send": Send, "barrier": Barrier, "gather": Gather,
+    "all_reduce": AllReduce, "shard": Shard, "all_gather": AllGather, "concat": Concat, "split": Split,
+    "guide": Guide,
+}  # fmt: skip
+Op = (
+    Norm | Modulate | Residual | Mlp | NormRope | Rope | Attention | Linear | Call | Send | Barrier | Gather
+    | AllReduce | Shard | AllGather | Concat | Split | Guide
+)  # fmt: skip

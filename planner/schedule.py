@@ -1,0 +1,295 @@
+"""Level 1, the schedule: what the author wrote, validated, every value with its place in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from stepgraph.planner.diagnostics import Diagnostic, ScheduleError
+from stepgraph.planner.ops import (
+    BufferCount,
+    Dims,
+    Entry,
+    Handshake,
+    Model,
+    Name,
+    Names,
+    Op,
+    Size,
+    Via,
+    as_tuple,
+)
+from stepgraph.planner.plan import DType
+from stepgraph.planner.schema_errors import schema_diagnostics
+from stepgraph.planner.source import SourceTree, read, read_file
+
+AxisName = Literal["ulysses", "tensor", "cfg"]
+TreePath = tuple[str | int, ...]
+
+
+def _dtype(value: object) -> object:
+    return DType(value) if value in [d.value for d in DType] else value
+
+
+DTypeName = Annotated[DType, BeforeValidator(_dtype)]
+Entries = Annotated[tuple[Entry, ...], Field(min_length=1), BeforeValidator(as_tuple)]
+
+
+class ModelSizes(Model):
+    """Global sizes of the model."""
+
+    layers: Size = Field(description="How many layers `layers: NAME` repeats.")
+    hidden: Size = Field(description="Features of a token.")
+    heads: Size = Field(description="Attention heads of q.")
+    kv_heads: Size | None = Field(None, description="Attention heads of k and v; by default as many as heads.")
+    head_dim: Size = Field(description="Features of a head.")
+    ffn: Size = Field(description="Inner features of the MLP.")
+    dtype: DTypeName = Field(description="bfloat16, float16, float32 or float64.")
+
+
+class ShapeSizes(Model):
+    """Global sizes of a request."""
+
+    batch: Size = Field(1, description="Samples.")
+    seq: Size | Annotated[dict[Name, Size], Field(min_length=1)] = Field(
+        description="Tokens, or a map of named lengths."
+    )
+
+
+class InputSpec(Model):
+    """A tensor that the caller hands over."""
+
+    shape: Dims = Field(description="Global sizes, numbers or names.")
+    dtype: DTypeName | None = Field(None, description="By default that of the model.")
+    placement: Literal["replicated", "sequence", "cfg"] = Field(
+        "replicated",
+        description="replicated: every rank loads it whole; sequence: each rank loads its own rows; cfg: both branches, "
+        "conditioned first, are stacked in front of the shape, and each rank loads its own.",
+    )
+
+
+class StreamSpec(Model):
+    """A stream; it has no settings."""
+
+
+class KindDefaults(Model):
+    """Default fields of a kind."""
+
+    stream: Name | None = Field(None, description="The stream that the kind runs on.")
+
+
+class NormDefaults(KindDefaults):
+    over: Literal["head", "hidden"] | None = Field(None, description="Normalise over head or hidden.")
+
+
+class BarrierDefaults(KindDefaults):
+    handshake: Handshake | None = Field(None, description="memop, copy or kernel.")
+
+
+class ExchangeDefaults(BarrierDefaults):
+    via: Via | None = Field(None, description="copy or nccl.")
+    buffers: BufferCount | None = Field(None, description="How many targets alternate over the layers.")
+
+
+class Defaults(Model):
+    """Fields that a kind of op has by default, and how peers are reached."""
+
+    handshake: Handshake = Field("memop", description="How handshakes are made: memop, copy or kernel.")
+    transport: Literal["auto", "symmetric", "ipc", "nccl"] = Field(
+        "auto", description="How peers' memory is reached; auto lets the group choose."
+    )
+    norm: NormDefaults = NormDefaults()
+    modulate: KindDefaults = KindDefaults()
+    residual: KindDefaults = KindDefaults()
+    mlp: KindDefaults = KindDefaults()
+    norm_rope: NormDefaults = NormDefaults()
+    rope: KindDefaults = KindDefaults()
+    attention: KindDefaults = KindDefaults()
+    linear: KindDefaults = KindDefaults()
+    call: KindDefaults = KindDefaults()
+    send: ExchangeDefaults = ExchangeDefaults()
+    barrier: BarrierDefaults = BarrierDefaults()
+    gather: ExchangeDefaults = ExchangeDefaults()
+    all_reduce: ExchangeDefaults = ExchangeDefaults()
+    shard: KindDefaults = KindDefaults()
+    all_gather: ExchangeDefaults = ExchangeDefaults()
+    concat: KindDefaults = KindDefaults()
+    split: KindDefaults = KindDefaults()
+    guide: ExchangeDefaults = ExchangeDefaults()
+
+
+class Document(Model):
+    """A schedule file."""
+
+    version: Literal[1] = Field(description="The language's version: 1.")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = Field(
+        description="The schedule's name."
+    )
+    model: ModelSizes = Field(description="Global sizes of the model.")
+    mesh: Annotated[dict[AxisName, Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1)] = Field(
+        description="Axes and their sizes, in order; the last varies fastest over ranks."
+    )
+    shape: ShapeSizes = Field(description="Global sizes of a request.")
+    inputs: Annotated[dict[Name, InputSpec], Field(min_length=1)] = Field(
+        description="What the caller hands over, in order."
+    )
+    outputs: Names = Field(description="What the caller gets: names at the end of the step.")
+    streams: Annotated[dict[Name, StreamSpec], Field(min_length=1)] = Field(
+        default={"compute": StreamSpec(), "copy": StreamSpec()},
+        description="The streams; a capture starts and ends on the first.",
+    )
+    defaults: Defaults = Field(default=Defaults(), description="Fields that a kind has by default.")
+    blocks: dict[Name, Entries] = Field(default={}, description="Named lists of ops.")
+    step: Entries = Field(description="The ops of one denoising step.")
+
+
+@dataclass(frozen=True, slots=True)
+class OpItem:
+    kind: str
+    op: Op
+    path: TreePath
+    """Where the op's fields stand in the file's tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class EachItem:
+    suffixes: tuple[str, ...]
+    items: tuple[Item, ...]
+    path: TreePath
+
+
+@dataclass(frozen=True, slots=True)
+class LayersItem:
+    runs: tuple[tuple[str, int], ...]
+    """(block, how many layers of it), in order."""
+    path: TreePath
+
+
+Item = OpItem | EachItem | LayersItem
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    name: str
+    model: ModelSizes
+    mesh: tuple[tuple[str, int], ...]
+    batch: int
+    segments: tuple[tuple[str, int], ...]
+    """Named sequence lengths; a plain `seq` is one segment named seq."""
+    inputs: tuple[tuple[str, InputSpec], ...]
+    outputs: tuple[str, ...]
+    streams: tuple[str, ...]
+    handshake: Handshake
+    transport: Literal["auto", "symmetric", "ipc", "nccl"]
+    blocks: Mapping[str, tuple[Item, ...]]
+    step: tuple[Item, ...]
+    tree: SourceTree
+
+    def axis(self, name: str) -> int:
+        """Size of a mesh axis; 1 for one that the mesh lacks."""
+        return dict(self.mesh).get(name, 1)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Every named size: batch, segments, hidden, heads, kv_heads, head_dim, ffn."""
+        model = self.model
+        return {
+            "batch": self.batch, "hidden": model.hidden, "heads": model.heads, "head_dim": model.head_dim,
+            "kv_heads": model.kv_heads or model.heads, "ffn": model.ffn, **dict(self.segments),
+        }  # fmt: skip
+
+
+class _Itemizer:
+    """Turns entries into items, with defaults filled in and one diagnostic for each that isn't one op."""
+
+    def __init__(self, document: Document, tree: SourceTree) -> None:
+        self.document = document
+        self.tree = tree
+        self.problems: list[Diagnostic] = []
+
+    def items(self, entries: tuple[Entry, ...], path: TreePath) -> tuple[Item, ...]:
+        found = [self._item(entry, (*path, index)) for index, entry in enumerate(entries)]
+        return tuple(item for item in found if item is not None)
+
+    def _item(self, entry: Entry, path: TreePath) -> Item | None:
+        keys = [name for name in type(entry).model_fields if name in entry.model_fields_set]
+        if set(keys) == {"each", "do"} and entry.each and entry.do:
+            return EachItem(entry.each, self.items(entry.do, (*path, "do")), path)
+        if len(keys) != 1 or keys[0] in ("each", "do"):
+            self.problems.append(
+                Diagnostic(
+                    "E103", "an op is a map of one key, its kind", self.tree.place(path),
+                    "one kind, or `each` with `do`", ", ".join(keys) or "nothing",
+                    "put each op on a line of its own, behind a dash",
+                )
+            )  # fmt: skip
+            return None
+        kind = keys[0]
+        fields = getattr(entry, kind)
+        if fields is None:
+            self.problems.append(
+                Diagnostic("E103", f"`{kind}` says nothing", self.tree.place((*path, kind)), "its operands", "null")
+            )
+            return None
+        if kind == "layers":
+            layers = self.document.model.layers
+            runs = ((fields, layers),) if isinstance(fields, str) else tuple((r.block, r.repeat) for r in fields)
+            return LayersItem(runs, (*path, kind))
+        defaults: Model = getattr(self.document.defaults, kind)
+        missing = {
+            name: getattr(defaults, name)
+            for name in defaults.model_fields_set
+            if name not in fields.model_fields_set
+        }
+        return OpItem(kind, fields.model_copy(update=missing) if missing else fields, (*path, kind))
+
+
+def parse(tree: SourceTree) -> Schedule:
+    """The schedule that a source tree holds.
+
+    Raises:
+        ScheduleError: E102 unknown key, E103 wrong value, E104 missing key; all of them at once.
+    """
+    try:
+        document = Document.model_validate(tree.data)
+    except ValidationError as error:
+        raise ScheduleError(schema_diagnostics(error, tree)) from None
+    itemizer = _Itemizer(document, tree)
+    blocks = {name: itemizer.items(entries, ("blocks", name)) for name, entries in document.blocks.items()}
+    step = itemizer.items(document.step, ("step",))
+    if itemizer.problems:
+        raise ScheduleError(itemizer.problems)
+    seq = document.shape.seq
+    return Schedule(
+        name=document.name,
+        model=document.model,
+        mesh=tuple(document.mesh.items()),
+        batch=document.shape.batch,
+        segments=tuple(seq.items()) if isinstance(seq, dict) else (("seq", seq),),
+        inputs=tuple(document.inputs.items()),
+        outputs=document.outputs,
+        streams=tuple(document.streams),
+        handshake=document.defaults.handshake,
+        transport=document.defaults.transport,
+        blocks=blocks,
+        step=step,
+        tree=tree,
+    )
+
+
+Overrides = tuple[tuple[str, str], ...]
+"""(dotted path, value as written), as ("model.layers", "2")."""
+
+
+def load_schedule(path: Path, overrides: Overrides = ()) -> Schedule:
+    """Read and validate a schedule file. Raises ScheduleError with every error found."""
+    return parse(read_file(path, overrides))
+
+
+def read_schedule(text: str, file: str, overrides: Overrides = ()) -> Schedule:
+    """As load_schedule, from text; ``file`` is the name that diagnostics give."""
+    return parse(read(text, file, overrides))

@@ -1,0 +1,238 @@
+"""Level 3, the stream plan: every node on a stream, and the fewest events that keep what must be ordered.
+
+Ordered are: dataflow; a change in place after all readers of what was there; all exchanges, one after another, in the
+order of issue; the first node of a stream after the start of the step; the end of the step after the last node of
+every stream. The order of issue is the author's and every dependency points forwards in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+from stepgraph.planner.opgraph import Action, Node, OpGraph
+from stepgraph.planner.values import Space
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlan:
+    graph: OpGraph
+    """With the closing handshakes that the step needs."""
+    stream: tuple[int, ...]
+    """The stream of each node, an index into the schedule's streams; 0 is the origin."""
+    waits: tuple[tuple[int, ...], ...]
+    """For each node, the nodes of other streams for whose events it waits."""
+    joins: tuple[int, ...]
+    """The nodes for whose events the origin waits at the end."""
+    dependencies: int
+    """Orderings between streams before reduction."""
+    clocks: tuple[tuple[int, ...], ...]
+    """For each node and stream, how many nodes of the stream are done when the node is."""
+    lifetimes: dict[int, Lifetime]
+    """Of every memory that is a target."""
+
+    @property
+    def events(self) -> int:
+        return sum(len(sources) for sources in self.waits) + len(self.joins)
+
+    def position(self, node: int) -> int:
+        """The node's number on its stream, from 1."""
+        return self.clocks[node][self.stream[node]]
+
+    def before(self, first: int, second: int) -> bool:
+        """Whether ``first`` is done before ``second`` is issued to its stream, or is it."""
+        return self.clocks[second][self.stream[first]] >= self.position(first)
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """When a target is in use, told in exchanges of its axis, which all ranks pass in one order.
+
+    Every access comes after exchange ``after`` and before exchange ``until``; -1 is the last one of the previous
+    replay, and ``until`` may be the first one of the next, which has the number ``count``."""
+
+    after: int
+    until: int
+    count: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the target is free again when the next replay first writes it."""
+        return self.until - self.after <= self.count
+
+    @property
+    def cells(self) -> int:
+        """The times in use, as a set of bits: bit i is the time between exchange i and the next, bit count - 1 the
+        wrap from one replay to the next."""
+        bits = 0
+        for cell in range(self.after, self.until):
+            bits |= 1 << (cell % self.count)
+        return bits
+
+
+def _dependencies(graph: OpGraph, stream: list[int]) -> list[set[int]]:
+    """For each node, the nodes that must be done before it, those of its own stream included."""
+    needs: list[set[int]] = [set() for _ in graph.nodes]
+    producer: dict[int, int] = {}
+    readers: dict[tuple[int, int | None], list[int]] = defaultdict(list)
+    written: dict[tuple[int, int | None], int] = {}
+    last_exchange: int | None = None
+    entered: set[int] = {stream[0]}
+    for index, node in enumerate(graph.nodes):
+        for _, value in node.inputs:
+            memory, piece = graph.values[value].memory, graph.values[value].piece
+            # A view (shard, split, own heads) has no node: what wrote its memory made it.
+            source = producer.get(value, written.get((memory, piece)))
+            assert source is not None, f"{node.name} reads {graph.values[value].name}, which nothing makes"
+            needs[index].add(source)
+            latest = written.get((memory, piece))
+            if latest is not None:
+                needs[index].add(latest)
+            readers[memory, piece].append(index)
+        needs[index].update(node.closes)
+        if node.action is not Action.SEND:
+            for value in node.outputs:
+                place = (graph.values[value].memory, graph.values[value].piece)
+                needs[index].update(reader for reader in readers[place] if reader != index)
+                readers[place].clear()
+                written[place] = index
+                producer[value] = index
+        if node.action.is_exchange:
+            if last_exchange is not None:
+                needs[index].add(last_exchange)
+            last_exchange = index
+        if stream[index] not in entered:
+            needs[index].add(0)
+            entered.add(stream[index])
+    return needs
+
+
+def _reduce(needs: list[set[int]], stream: list[int], streams: int) -> tuple[
+    list[tuple[int, ...]], tuple[int, ...], list[tuple[int, ...]], int
+]:  # fmt: skip
+    """Transitive reduction over the streams' own order: waits of each node, joins, clocks, orderings before."""
+    clocks: list[tuple[int, ...]] = []
+    waits: list[tuple[int, ...]] = []
+    last: list[int | None] = [None] * streams
+    before = 0
+
+    def keep(sources: set[int], own: int | None) -> tuple[int, ...]:
+        """The sources that are not implied by another one or by the stream's own last node."""
+        known = [clocks[own]] if own is not None else []
+        kept: list[int] = []
+        for source in sorted(sources, reverse=True):  # a source implies only earlier ones
+            if not any(clock[stream[source]] >= clocks[source][stream[source]] for clock in known):
+                kept.append(source)
+                known.append(clocks[source])
+        return tuple(sorted(kept))
+
+    for index, sources in enumerate(needs):
+        mine = stream[index]
+        others = {source for source in sources if stream[source] != mine}
+        before += len(others)
+        kept = keep(others, last[mine])
+        clock = [0] * streams
+        for source in [*kept, *([last[mine]] if last[mine] is not None else [])]:
+            assert source is not None
+            clock = [max(a, b) for a, b in zip(clock, clocks[source], strict=True)]
+        clock[mine] += 1
+        clocks.append(tuple(clock))
+        waits.append(kept)
+        last[mine] = index
+    ends = {node for number, node in enumerate(last) if node is not None and number != 0}
+    before += len(ends)
+    return waits, keep(ends, last[0]), clocks, before
+
+
+def _lifetimes(graph: OpGraph, stream: list[int], clocks: list[tuple[int, ...]]) -> dict[int, Lifetime]:
+    """The lifetime of every target, from the exchanges of its axis that surround its accesses."""
+    accesses: dict[int, list[int]] = defaultdict(list)
+    for index, node in enumerate(graph.nodes):
+        for value in {*(value for _, value in node.inputs), *node.outputs}:
+            memory = graph.values[value].memory
+            if graph.memories[memory].space is Space.TARGET and node.action is not Action.HANDSHAKE:
+                accesses[memory].append(index)
+    exchanges: dict[str, list[int]] = defaultdict(list)
+    for index, node in enumerate(graph.nodes):
+        if node.action.is_exchange:
+            exchanges[node.axis].append(index)
+
+    def before(first: int, second: int) -> bool:
+        return first != second and clocks[second][stream[first]] >= clocks[first][stream[first]]
+
+    found = {}
+    for memory, nodes in accesses.items():
+        order = exchanges[graph.memories[memory].axis]
+        after, until = len(order), 0
+        for node in nodes:
+            # Exchanges are totally ordered, so those before a node are the first few of them.
+            first = _count(order, lambda exchange, node=node: before(exchange, node)) - 1  # type: ignore[misc]
+            last = _count(order, lambda exchange, node=node: not before(node, exchange))  # type: ignore[misc]
+            after, until = min(after, first), max(until, last)
+        found[memory] = Lifetime(after, until, len(order))
+    return found
+
+
+def _count(order: list[int], holds: object) -> int:
+    """How many of the first exchanges ``holds`` is true for; it is monotone."""
+    low, high = 0, len(order)
+    while low < high:
+        middle = (low + high) // 2
+        if holds(order[middle]):  # type: ignore[operator]
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _closing(graph: OpGraph, lifetimes: dict[int, Lifetime]) -> list[str]:
+    """The axes that need one more handshake at the end of the step: a flag needs another exchange between its reset
+    and its next write, and a target one between its last access and the next replay's first."""
+    size = dict(graph.schedule.mesh)
+    short = []
+    for axis in size:
+        kinds = [node.action for node in graph.nodes if node.action.is_exchange and node.axis == axis]
+        flags_reused = kinds == [Action.HANDSHAKE] and size[axis] > 1
+        targets = [life for memory, life in lifetimes.items() if graph.memories[memory].axis == axis]
+        if flags_reused or not all(life.fits for life in targets):
+            short.append(axis)
+    return short
+
+
+def order(graph: OpGraph) -> StreamPlan:
+    """Put every node on its stream and find the events."""
+    names = graph.schedule.streams
+    closed: list[str] = []
+    while True:
+        stream = [names.index(node.stream) for node in graph.nodes]
+        needs = _dependencies(graph, stream)
+        for index, node in enumerate(graph.nodes):
+            if node.kind == "closing":  # every access of the step comes before it
+                needs[index].update(_last_nodes(stream[:index]))
+        waits, joins, clocks, before = _reduce(needs, stream, len(names))
+        lifetimes = _lifetimes(graph, stream, clocks)
+        short = [axis for axis in _closing(graph, lifetimes) if axis not in closed]
+        if not short:
+            return StreamPlan(graph, tuple(stream), tuple(waits), joins, before, tuple(clocks), lifetimes)
+        closed += short
+        graph = replace(graph, nodes=(*graph.nodes, *(_closing_handshake(graph, axis) for axis in short)))
+
+
+def _last_nodes(stream: list[int]) -> set[int]:
+    return set({number: index for index, number in enumerate(stream)}.values())
+
+
+def _closing_handshake(graph: OpGraph, axis: str) -> Node:
+    last = next(node for node in reversed(graph.nodes) if node.action.is_exchange and node.axis == axis)
+    return Node(Action.HANDSHAKE, "closing", f"step.closing_{axis}", None, last.path, last.stream, axis=axis,
+                protocol=last.protocol or graph.schedule.handshake)
+
+
+def verify_streams(plan: StreamPlan) -> None:
+    """Our own rules of the level: waits point backwards to other streams, and every target's lifetime closes."""
+    for index, sources in enumerate(plan.waits):
+        for source in sources:
+            assert source < index, "a wait points forwards"
+            assert plan.stream[source] != plan.stream[index], "a wait for the own stream"
+    for memory, life in plan.lifetimes.items():
+        assert life.fits, f"{plan.graph.memories[memory].name} is never free"
