@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepgraph.planner.plan_check import check_plan
+
 from stepgraph.planner.dump import dump_level
 from stepgraph.planner.expand import expand
 from stepgraph.planner.lower import lower
 from stepgraph.planner.memory import allocate, verify_memory
 from stepgraph.planner.opgraph import verify_opgraph
 from stepgraph.planner.plan import Plan
-from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.schedule import Schedule
 from stepgraph.planner.streams import order, verify_streams
 
@@ -59,8 +60,9 @@ def compile_schedule(schedule: Schedule) -> Plan:
         level = step.run(level)
         made = time.perf_counter()
         step.verify(level)
-        log.debug("%s: %.1f ms, verified in %.1f ms", step.name, 1e3 * (made - started),
-                  1e3 * (time.perf_counter() - made))
+        log.debug(
+            "%s: %.1f ms, verified in %.1f ms", step.name, 1e3 * (made - started), 1e3 * (time.perf_counter() - made)
+        )
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
             (Path(folder) / f"{number:02}_{step.name}.txt").write_text(dump_level(level))

@@ -28,8 +28,14 @@ def over_fits(r: Rule, operands: list[Operand], over: str) -> bool:
             return False
         cut = value.placement is Placement.HEAD or any(dim.split for dim in features(value.form))
         if over == "hidden" and cut:
-            r.e.error("E203", operand.path, "over: hidden needs all features of a token on one rank",
-                      "by sequence and not split", value.describe(), "normalise over: head, or before the send")
+            r.e.error(
+                "E203",
+                operand.path,
+                "over: hidden needs all features of a token on one rank",
+                "by sequence and not split",
+                value.describe(),
+                "normalise over: head, or before the send",
+            )
             return False
     return True
 
@@ -41,7 +47,8 @@ def modulate(r: Rule, op: ops.Modulate) -> None:
         return r.give_up([op.out])
     placement, operands = joined
     form = r.value(operands[0]).form
-    if not all([r.fits(operand, form, operand.role) for operand in operands[1:]]):
+    fitting = [r.fits(operand, form, operand.role) for operand in operands[1:]]  # tells of each
+    if not all(fitting):
         return r.give_up([op.out])
     return r.run(operands, op.out, form, placement)
 
@@ -55,8 +62,13 @@ def residual(r: Rule, op: ops.Residual) -> None:
     placement, both = joined
     form = r.value(both[0]).form
     if not same_form(form, r.value(both[1]).form):
-        r.e.error("E204", both[1].path, "residual adds tensors of one shape", r.value(both[0]).describe(),
-                  r.value(both[1]).describe())
+        r.e.error(
+            "E204",
+            both[1].path,
+            "residual adds tensors of one shape",
+            r.value(both[0]).describe(),
+            r.value(both[1]).describe(),
+        )
         return r.give_up([op.out])
     if len(both) > 2 and not r.fits(both[2], form, "gate"):
         return r.give_up([op.out])
@@ -89,13 +101,19 @@ def rotate(r: Rule, op: ops.NormRope | ops.Rope) -> None:
     for operand in changed:
         value = r.value(operand)
         if heads_dim(value.form) is None:
-            r.e.error("E204", operand.path, f"{r.site.kind} needs heads", "(batch, seq, heads, head_dim)",
-                      value.describe())
+            r.e.error(
+                "E204", operand.path, f"{r.site.kind} needs heads", "(batch, seq, heads, head_dim)", value.describe()
+            )
             return
         row, dim = row_dim(value.form), value.form[-1].size
         if tables and (row_dim(r.value(tables[0]).form) != row or width_of(r.value(tables[0]).form) != dim):
-            r.e.error("E204", tables[0].path, "the rope table does not fit", f"({row}, {dim}), for {value.describe()}",
-                      r.value(tables[0]).describe())
+            r.e.error(
+                "E204",
+                tables[0].path,
+                "the rope table does not fit",
+                f"({row}, {dim}), for {value.describe()}",
+                r.value(tables[0]).describe(),
+            )
             return
     outputs = [r.e.value(r.value(operand)) for operand in changed]
     options = (("over", over),) if over else ()
@@ -120,17 +138,26 @@ def attention(r: Rule, op: ops.Attention) -> None:
     queries = operands[:parts]
     for operand in operands:
         if heads_dim(r.value(operand).form) is None or row_dim(r.value(operand).form) is None:
-            r.e.error("E204", operand.path, "attention takes heads", "(batch, seq, heads, head_dim)",
-                      r.value(operand).describe())
+            r.e.error(
+                "E204",
+                operand.path,
+                "attention takes heads",
+                "(batch, seq, heads, head_dim)",
+                r.value(operand).describe(),
+            )
             return r.give_up(outs)
     by_sequence = any(r.value(q).placement is Placement.SEQUENCE for q in queries)
     if by_sequence:
         for operand in operands[parts:]:
             if r.value(operand).placement is not Placement.REPLICATED:
-                r.e.error("E203", operand.path, "attention over a part of the rows",
-                          f"q {Placement.HEAD} like k and v, or k and v replicated",
-                          f"{r.value(queries[0]).describe()}; {r.value(operand).describe()}",
-                          "send q, k and v before the attention, and close them with a barrier")
+                r.e.error(
+                    "E203",
+                    operand.path,
+                    "attention over a part of the rows",
+                    f"q {Placement.HEAD} like k and v, or k and v replicated",
+                    f"{r.value(queries[0]).describe()}; {r.value(operand).describe()}",
+                    "send q, k and v before the attention, and close them with a barrier",
+                )
                 return r.give_up(outs)
         joined = r.join(queries, Placement.SEQUENCE)
         narrowed = [*joined[1], *operands[parts:]] if joined else []
@@ -147,8 +174,13 @@ def attention(r: Rule, op: ops.Attention) -> None:
     assert kv_heads is not None
     assert q_heads is not None
     if q_heads.size % kv_heads.size:
-        r.e.error("E204", narrowed[parts].path, "q heads are no multiple of k's", r.value(narrowed[0]).describe(),
-                  r.value(narrowed[parts]).describe())
+        r.e.error(
+            "E204",
+            narrowed[parts].path,
+            "q heads are no multiple of k's",
+            r.value(narrowed[0]).describe(),
+            r.value(narrowed[parts]).describe(),
+        )
         return r.give_up(outs)
     return _attend(r, op, joined[0], narrowed, outs)
 
@@ -184,19 +216,34 @@ def linear(r: Rule, op: ops.Linear) -> None:
     for operand in inputs:
         value = r.value(operand)
         if not same_form(value.form[: len(value.form) - len(features(value.form))], lead):
-            r.e.error("E204", operand.path, "operands that are joined in features have the same rows",
-                      first.describe(), value.describe())
+            r.e.error(
+                "E204",
+                operand.path,
+                "operands that are joined in features have the same rows",
+                first.describe(),
+                value.describe(),
+            )
             return r.give_up(list(widths))
         if value.placement is Placement.HEAD:
-            r.e.error("E203", operand.path, "a matrix product needs all features of a token", Placement.SEQUENCE,
-                      value.describe(), "gather it first")
+            r.e.error(
+                "E203",
+                operand.path,
+                "a matrix product needs all features of a token",
+                Placement.SEQUENCE,
+                value.describe(),
+                "gather it first",
+            )
             return r.give_up(list(widths))
         is_split = any(dim.split for dim in value.form)
         if is_split != (op.split == "row"):
-            r.e.error("E210", operand.path,
-                      "features that are split over the tensor axis" if is_split else "features that are whole",
-                      "split: row" if is_split else "an operand that is split over tensor, for split: row",
-                      value.describe(), "a column split goes before a row split")
+            r.e.error(
+                "E210",
+                operand.path,
+                "features that are split over the tensor axis" if is_split else "features that are whole",
+                "split: row" if is_split else "an operand that is split over tensor, for split: row",
+                value.describe(),
+                "a column split goes before a row split",
+            )
             return r.give_up(list(widths))
     column = op.split == "column"
     sizes, head_dim = r.e.schedule.sizes, Dim(DimKind.PLAIN, r.e.schedule.model.head_dim)
@@ -207,8 +254,11 @@ def linear(r: Rule, op: ops.Linear) -> None:
         else:
             pieces.append((Dim(DimKind.PLAIN, sizes[width], split=column),))
     partial = op.split == "row"
-    memory = r.e.memory(replace(memory_for(r.site.name.split(".")[-1], (*lead, *pieces[0]), placement, r.e.schedule),
-                                pieces=tuple(pieces)))
+    memory = r.e.memory(
+        replace(
+            memory_for(r.site.name.split(".")[-1], (*lead, *pieces[0]), placement, r.e.schedule), pieces=tuple(pieces)
+        )
+    )
     outputs = [
         r.e.value(Value(r.site.context.defines(name), memory, (*lead, *piece), placement, partial, index))
         for index, (name, piece) in enumerate(zip(widths, pieces, strict=True))
@@ -223,8 +273,13 @@ def linear(r: Rule, op: ops.Linear) -> None:
 def call(r: Rule, op: ops.Call) -> None:
     operands = r.read("in", op.in_)
     if (op.shape is None) == (op.like is None):
-        r.e.error("E208", r.site.path, "call needs the shape of its outputs", "one of `shape` and `like`",
-                  "both" if op.shape else "neither")
+        r.e.error(
+            "E208",
+            r.site.path,
+            "call needs the shape of its outputs",
+            "one of `shape` and `like`",
+            "both" if op.shape else "neither",
+        )
         return r.give_up(op.out)
     forms: list[Form] = []
     like_placement: Placement | None = None
@@ -255,12 +310,16 @@ def call(r: Rule, op: ops.Call) -> None:
     needed = DimKind.SEQUENCE if placement is Placement.SEQUENCE else DimKind.HEADS
     for out, form in zip(op.out, forms, strict=True):
         if placement is not Placement.REPLICATED and not any(dim.kind is needed for dim in form):
-            r.e.error("E203", r.site.path, f"'{out}' can't be made from a part of what it needs",
-                      "operands that are replicated", f"operands {placement}, output {show(form)}",
-                      "all_gather the operand first")
+            r.e.error(
+                "E203",
+                r.site.path,
+                f"'{out}' can't be made from a part of what it needs",
+                "operands that are replicated",
+                f"operands {placement}, output {show(form)}",
+                "all_gather the operand first",
+            )
             return r.give_up(op.out)
-    outputs = [r.e.fresh(r.site.context.defines(out), form, placement)
-               for out, form in zip(op.out, forms, strict=True)]
+    outputs = [r.e.fresh(r.site.context.defines(out), form, placement) for out, form in zip(op.out, forms, strict=True)]
     r.node(Action.RUN, [(o.role, o.value) for o in inputs], outputs)
     for out, output in zip(op.out, outputs, strict=True):
         r.define(out, output)
@@ -292,8 +351,9 @@ def split(r: Rule, op: ops.Split) -> None:
     value = r.value(operands[0])
     row = row_dim(value.form)
     if row is None or len(row.segments) != len(op.out):
-        r.e.error("E204", operands[0].path, "split undoes a concat", f"a concat of {len(op.out)} sequences",
-                  value.describe())
+        r.e.error(
+            "E204", operands[0].path, "split undoes a concat", f"a concat of {len(op.out)} sequences", value.describe()
+        )
         return r.give_up(op.out)
     sizes = r.e.schedule.sizes
     for index, (out, name) in enumerate(zip(op.out, row.segments, strict=True)):
@@ -311,8 +371,13 @@ def shard(r: Rule, op: ops.Shard) -> None:
         value = r.value(operand)
         row = row_dim(value.form)
         if value.placement is not Placement.REPLICATED or row is None or len(row.segments) != 1:
-            r.e.error("E203", operand.path, "shard takes a replicated tensor with one sequence",
-                      "replicated, (..., seq, ...)", value.describe())
+            r.e.error(
+                "E203",
+                operand.path,
+                "shard takes a replicated tensor with one sequence",
+                "replicated, (..., seq, ...)",
+                value.describe(),
+            )
             r.give_up([out])
             continue
         name = r.site.context.defines(out)

@@ -27,8 +27,9 @@ def _target(r: Rule, op: ops.Exchanging | ops.Guide, operand: Operand, placement
     return r.e.value(Value(value.name, r.e.memory(memory), value.form, placement, False, 0))
 
 
-def _exchange(r: Rule, op: ops.Exchanging | ops.Guide, operands: Sequence[Operand], placement: Placement,
-              copies: int = 1) -> list[int]:
+def _exchange(
+    r: Rule, op: ops.Exchanging | ops.Guide, operands: Sequence[Operand], placement: Placement, copies: int = 1
+) -> list[int]:
     """The operands' values on the other side: targets after a handshake, or the results of one collective."""
     axis = AXIS[r.site.kind]
     if op.via == "nccl":
@@ -44,16 +45,28 @@ def _exchange(r: Rule, op: ops.Exchanging | ops.Guide, operands: Sequence[Operan
         target = _target(r, op, operand, placement, copies)
         sends.append(r.node(Action.SEND, [("in", operand.value)], [target], axis=axis))
         outputs.append(target)
-    r.node(Action.HANDSHAKE, [], outputs, name=f"{r.site.name}.handshake", axis=axis, closes=tuple(sends),
-           protocol=op.handshake or r.e.schedule.handshake)
+    r.node(
+        Action.HANDSHAKE,
+        [],
+        outputs,
+        name=f"{r.site.name}.handshake",
+        axis=axis,
+        closes=tuple(sends),
+        protocol=op.handshake or r.e.schedule.handshake,
+    )
     return outputs
 
 
 def _names(r: Rule, op: ops.Exchanging) -> tuple[str, ...]:
     names = op.out or op.in_
     if len(names) != len(op.in_):
-        r.e.error("E208", (*r.site.path, "out"), f"{r.site.kind} gives as many tensors as it takes", str(len(op.in_)),
-                  str(len(names)))
+        r.e.error(
+            "E208",
+            (*r.site.path, "out"),
+            f"{r.site.kind} gives as many tensors as it takes",
+            str(len(op.in_)),
+            str(len(names)),
+        )
     return names
 
 
@@ -64,8 +77,14 @@ def _operands(r: Rule, op: ops.Exchanging, wanted: Placement, hint: str, partial
         value = r.value(operand)
         row = row_dim(value.form)
         if value.placement is not wanted:
-            r.e.error("E203", operand.path, f"{r.site.kind} takes a tensor placed {wanted}", str(wanted),
-                      value.describe(), hint)
+            r.e.error(
+                "E203",
+                operand.path,
+                f"{r.site.kind} takes a tensor placed {wanted}",
+                str(wanted),
+                value.describe(),
+                hint,
+            )
             return None
         if row is None:
             r.e.error("E204", operand.path, f"{r.site.kind} needs a sequence", "(batch, seq, ...)", value.describe())
@@ -79,8 +98,9 @@ def send(r: Rule, op: ops.Send) -> None:
     operands = _operands(r, op, Placement.SEQUENCE, "a replicated operand joins any placement and is not sent")
     for operand in operands or []:
         if heads_dim(r.value(operand).form) is None:
-            r.e.error("E204", operand.path, "send needs heads", "(batch, seq, heads, head_dim)",
-                      r.value(operand).describe())
+            r.e.error(
+                "E204", operand.path, "send needs heads", "(batch, seq, heads, head_dim)", r.value(operand).describe()
+            )
             operands = None
     if not operands:
         return r.give_up(names)
@@ -105,8 +125,14 @@ def all_gather(r: Rule, op: ops.AllGather) -> None:
     for operand in operands or []:
         row = row_dim(r.value(operand).form)
         if row is not None and len(row.segments) > 1:
-            r.e.error("E203", operand.path, "all_gather takes one sequence", "a tensor of one sequence",
-                      r.value(operand).describe(), "split the concat first")
+            r.e.error(
+                "E203",
+                operand.path,
+                "all_gather takes one sequence",
+                "a tensor of one sequence",
+                r.value(operand).describe(),
+                "split the concat first",
+            )
             operands = None
     _move(r, op, operands, Placement.REPLICATED)
 
@@ -126,8 +152,13 @@ def all_reduce(r: Rule, op: ops.AllReduce) -> None:
     operands = r.read("in", op.in_, accept_partial=True)
     for operand in operands or []:
         if not r.value(operand).partial:
-            r.e.error("E203", operand.path, "all_reduce takes a partial sum", "the result of split: row",
-                      r.value(operand).describe())
+            r.e.error(
+                "E203",
+                operand.path,
+                "all_reduce takes a partial sum",
+                "the result of split: row",
+                r.value(operand).describe(),
+            )
             operands = None
     if not operands:
         return r.give_up(names)
@@ -140,8 +171,14 @@ def all_reduce(r: Rule, op: ops.AllReduce) -> None:
         for target in stacked:
             value = r.e.values[target]
             outputs.append(r.e.fresh(value.name, value.form, placement))
-            r.node(Action.RUN, [("in", target)], [outputs[-1]], kind="sum", name=f"{r.site.name}.sum",
-                   stream=r.e.schedule.streams[0])
+            r.node(
+                Action.RUN,
+                [("in", target)],
+                [outputs[-1]],
+                kind="sum",
+                name=f"{r.site.name}.sum",
+                stream=r.e.schedule.streams[0],
+            )
     for name, output in zip(names, outputs, strict=False):
         r.define(name, output)
     return None

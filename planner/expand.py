@@ -59,8 +59,16 @@ class Expander:
 
     # Diagnostics
 
-    def error(self, code: str, path: TreePath, message: str, expected: str = "", got: str = "", hint: str = "",
-              key: bool = False) -> None:
+    def error(
+        self,
+        code: str,
+        path: TreePath,
+        message: str,
+        expected: str = "",
+        got: str = "",
+        hint: str = "",
+        key: bool = False,
+    ) -> None:
         """Tell an error once a place, however often the op is repeated."""
         place = self.tree.key_place(path) if key else self.tree.place(path)
         at = f"{place.file}:{place.line}:{place.column}"
@@ -83,8 +91,9 @@ class Expander:
         if full not in self.names:
             known = sorted(self.names)
             hint = nearest(name, known) or f"known here: {', '.join(known)}"
-            self.error("E201", path, f"'{name}' is read before it exists", "a tensor that is defined above", "nothing",
-                       hint)
+            self.error(
+                "E201", path, f"'{name}' is read before it exists", "a tensor that is defined above", "nothing", hint
+            )
             self.names[full] = None
         value = self.names[full]
         if value is not None:
@@ -99,9 +108,15 @@ class Expander:
         """Let a name mean ``value`` from here on. ``path`` is where it is made; None for a part of what is there."""
         for _, sent, sent_at in self.open_sends:
             if sent == full and path is not None:
-                self.error("E206", path, f"'{full}' is sent and then defined anew before its barrier",
-                           "the barrier first", "a new value", f"close the send in line "
-                           f"{self.tree.place(sent_at).line} with a barrier before this op, or name the result otherwise")
+                self.error(
+                    "E206",
+                    path,
+                    f"'{full}' is sent and then defined anew before its barrier",
+                    "the barrier first",
+                    "a new value",
+                    f"close the send in line {self.tree.place(sent_at).line} with a barrier before this op, "
+                    "or name the result otherwise",
+                )
         self.names[full] = value
         if value is not None and path is not None:
             self.origin[value] = (path, full)
@@ -138,12 +153,23 @@ class Expander:
             elif dim in sizes and dim != "batch" and dim not in segments:
                 form.append(Dim(DimKind.PLAIN, sizes[dim]))
             elif dim in sizes:
-                self.error("E204", (*path, index), f"'{dim}' can't stand here", "batch first, then a sequence, then "
-                           "features", f"'{dim}' as number {index + 1}")
+                self.error(
+                    "E204",
+                    (*path, index),
+                    f"'{dim}' can't stand here",
+                    "batch first, then a sequence, then features",
+                    f"'{dim}' as number {index + 1}",
+                )
                 return None
             else:
-                self.error("E211", (*path, index), f"no size is called '{dim}'", "a number or a name",
-                           f"'{dim}'", nearest(str(dim), sizes) or f"known: {', '.join(sizes)}")
+                self.error(
+                    "E211",
+                    (*path, index),
+                    f"no size is called '{dim}'",
+                    "a number or a name",
+                    f"'{dim}'",
+                    nearest(str(dim), sizes) or f"known: {', '.join(sizes)}",
+                )
                 return None
         return tuple(form)
 
@@ -168,8 +194,11 @@ class Expander:
                 self.names[name] = None
                 continue
             placement = Placement.SEQUENCE if spec.placement == "sequence" else Placement.REPLICATED
-            memory = replace(memory_for(name, form, placement, self.schedule), space=Space.INPUT,
-                             dtype=spec.dtype or self.schedule.model.dtype)
+            memory = replace(
+                memory_for(name, form, placement, self.schedule),
+                space=Space.INPUT,
+                dtype=spec.dtype or self.schedule.model.dtype,
+            )
             value = self.value(Value(name, self.memory(memory), form, placement, False, 0))
             self.bind(name, value, path)
             self.nodes.append(Node(Action.LOAD, "load", name, None, path, self.schedule.streams[0], (), (value,)))
@@ -178,23 +207,40 @@ class Expander:
         for index, name in enumerate(self.schedule.outputs):
             path = ("outputs", index) if isinstance(self.tree.value(("outputs",)), list) else ("outputs",)
             if name not in self.names:
-                self.error("E212", path, f"the step never defines its output '{name}'", "a tensor of the step",
-                           "nothing", nearest(name, self.names))
+                self.error(
+                    "E212",
+                    path,
+                    f"the step never defines its output '{name}'",
+                    "a tensor of the step",
+                    "nothing",
+                    nearest(name, self.names),
+                )
                 continue
             value = self.read(name, path, top)
             if value is None:
                 continue
             found = self.values[value]
             if found.placement is not Placement.REPLICATED or found.partial:
-                self.error("E212", path, f"the output '{name}' is not whole on every rank", "replicated",
-                           found.describe(), "end the step with an all_gather of it")
-            self.nodes.append(Node(Action.STORE, "store", name, None, path, self.schedule.streams[0],
-                                   (("in", value),)))
+                self.error(
+                    "E212",
+                    path,
+                    f"the output '{name}' is not whole on every rank",
+                    "replicated",
+                    found.describe(),
+                    "end the step with an all_gather of it",
+                )
+            self.nodes.append(Node(Action.STORE, "store", name, None, path, self.schedule.streams[0], (("in", value),)))
 
     def leftovers(self) -> None:
         for _, name, path in self.open_sends:
-            self.error("E206", path, f"the send of '{name}' is never closed", "a barrier after it", "the step's end",
-                       "write `barrier: true` on the last send of the group, or `barrier: all` after it")
+            self.error(
+                "E206",
+                path,
+                f"the send of '{name}' is never closed",
+                "a barrier after it",
+                "the step's end",
+                "write `barrier: true` on the last send of the group, or `barrier: all` after it",
+            )
         for path, name in dict.fromkeys(self.origin.values()):
             if (path, name) in self.read_origins:
                 continue
@@ -202,8 +248,14 @@ class Expander:
                 self.error("E202", path, f"the input '{name}' is never read", hint="take it out of `inputs`", key=True)
                 continue
             at = next((p for p in ((*path, "out", name), (*path, "out")) if self.tree.has(p)), path)
-            self.error("E202", at, f"'{name}' is never read", "an op that reads it, or an output", "neither",
-                       "take the op out, or use what it makes")
+            self.error(
+                "E202",
+                at,
+                f"'{name}' is never read",
+                "an op that reads it, or an output",
+                "neither",
+                "take the op out, or use what it makes",
+            )
 
     def items(self, items: Iterable[Item], context: Context) -> None:
         for item in items:
@@ -222,8 +274,14 @@ class Expander:
         for index, (block, repeat) in enumerate(item.runs):
             if block not in self.schedule.blocks:
                 path = (*item.path, index, "block") if self.tree.has((*item.path, index, "block")) else item.path
-                self.error("E207", path, f"no block is called '{block}'", "a name under `blocks`", f"'{block}'",
-                           nearest(block, self.schedule.blocks))
+                self.error(
+                    "E207",
+                    path,
+                    f"no block is called '{block}'",
+                    "a name under `blocks`",
+                    f"'{block}'",
+                    nearest(block, self.schedule.blocks),
+                )
                 continue
             for _ in range(repeat):
                 self.items(self.schedule.blocks[block], Context(block, self.layer))
@@ -245,27 +303,43 @@ class Expander:
         if item.op.stream is not None:
             if item.op.stream in streams:
                 return item.op.stream
-            self.error("E207", (*item.path, "stream"), f"no stream is called '{item.op.stream}'", "one of `streams`",
-                       f"'{item.op.stream}'", nearest(item.op.stream, streams) or f"known: {', '.join(streams)}")
+            self.error(
+                "E207",
+                (*item.path, "stream"),
+                f"no stream is called '{item.op.stream}'",
+                "one of `streams`",
+                f"'{item.op.stream}'",
+                nearest(item.op.stream, streams) or f"known: {', '.join(streams)}",
+            )
         usual = "compute" if getattr(item.op, "via", "copy") == "nccl" else item.op.runs_on
         return usual if usual in streams else streams[0]
 
-    def barrier(self, path: TreePath, name: str, context: Context, stream: str,
-                protocol: Handshake | None) -> None:
+    def barrier(self, path: TreePath, name: str, context: Context, stream: str, protocol: Handshake | None) -> None:
         """Close every open send: one handshake, after which the names mean the targets."""
         if not self.open_sends:
             if not self.problems:
-                self.error("E206", path, "the barrier closes nothing", "a send before it", "none since the last barrier",
-                           key=True)
+                self.error(
+                    "E206", path, "the barrier closes nothing", "a send before it", "none since the last one", key=True
+                )
             return
         sends = tuple(self.open_sends)
         self.open_sends.clear()
         targets = tuple(self.nodes[node].outputs[0] for node, _, _ in sends)
         self.nodes.append(
-            Node(Action.HANDSHAKE, "barrier", f"{name}.handshake", context.layer, path, stream, (), targets,
-                 axis="ulysses", closes=tuple(node for node, _, _ in sends),
-                 protocol=protocol or self.schedule.handshake)
-        )  # fmt: skip
+            Node(
+                Action.HANDSHAKE,
+                "barrier",
+                f"{name}.handshake",
+                context.layer,
+                path,
+                stream,
+                (),
+                targets,
+                axis="ulysses",
+                closes=tuple(node for node, _, _ in sends),
+                protocol=protocol or self.schedule.handshake,
+            )
+        )
         for (_, full, sent_at), target in zip(sends, targets, strict=True):
             self.names[full] = target
             self.origin[target] = (sent_at, full)

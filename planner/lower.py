@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from stepgraph.planner.opgraph import Action, Node
 from stepgraph.planner.memory import MemoryPlan
+from stepgraph.planner.opgraph import Action, Node
 from stepgraph.planner.plan import (
     Axis,
     Buffer,
@@ -40,7 +40,6 @@ from stepgraph.planner.plan import (
 )
 from stepgraph.planner.values import (
     Placement,
-    Space,
     Value,
     buffer_box,
     features,
@@ -83,21 +82,27 @@ class _Tables:
             self.exchanges.append(
                 Exchange(
                     ExchangeKind.HANDSHAKE if handshake else ExchangeKind.COLLECTIVE,
-                    self.groups.index(group), name, index,
+                    self.groups.index(group),
+                    name,
+                    index,
                     Protocol(node.protocol) if handshake and node.protocol else None,
                 )
-            )  # fmt: skip
+            )
 
     def ops(self) -> tuple[Op, ...]:
         values, tree = self.graph.values, self.graph.schedule.tree
         return tuple(
             Op(
-                node.kind, node.name, node.layer, tree.place(node.path).line,
+                node.kind,
+                node.name,
+                node.layer,
+                tree.place(node.path).line,
                 tuple(Operand(role, values[value].name) for role, value in node.inputs),
-                tuple(values[value].name for value in node.outputs), node.options,
+                tuple(values[value].name for value in node.outputs),
+                node.options,
             )
             for node in self.graph.nodes
-        )  # fmt: skip
+        )
 
 
 class _Rank:
@@ -189,9 +194,7 @@ class _Rank:
             instructions += [Drop(stream, self.buffer_of[m]) for m in plan.drop_after.get(index, ())]
             instructions += [Record(stream, event) for event in self.tables.recorded.get(index, ())]
         instructions += [WaitEvent(0, self.tables.events[source, end]) for source in plan.streams.joins]
-        instructions += [
-            Drop(self.buffers[self.buffer_of[m]].stream, self.buffer_of[m]) for m in plan.drop_at_end
-        ]
+        instructions += [Drop(self.buffers[self.buffer_of[m]].stream, self.buffer_of[m]) for m in plan.drop_at_end]
         return RankProgram(tuple(self.buffers), tuple(self.views), tuple(instructions))
 
     def issue(self, index: int, node: Node, stream: int) -> Iterator[Instruction]:
@@ -264,9 +267,13 @@ class _Rank:
                 incoming.append(Part(peer, taken, laid))
         reduce = node.kind == "all_reduce"
         return Collective(
-            stream, index, self.tables.exchange_of[index, group], reduce,
-            tuple(outgoing), tuple(incoming),
-        )  # fmt: skip
+            stream,
+            index,
+            self.tables.exchange_of[index, group],
+            reduce,
+            tuple(outgoing),
+            tuple(incoming),
+        )
 
 
 def lower(memory: MemoryPlan) -> Plan:

@@ -83,14 +83,19 @@ def _alternate(plan: StreamPlan, family: str, members: list[int]) -> list[list[i
     assert wanted, "a target for every layer is always safe"
     safe = next(n for n in range(1, len(members) + 1) if all(_disjoint(plan, members[s::n]) for s in range(n)))
     node = next(n for n in plan.graph.nodes if n.outputs and plan.graph.values[n.outputs[0]].memory == members[0])
-    raise ScheduleError([
-        Diagnostic(
-            "E305", f"buffers: {wanted} is not safe for {family.split(':')[0]}",
-            plan.graph.schedule.tree.place(node.path), f"{safe} buffers or more", str(wanted),
-            "no exchange lies between the last read of a layer's target and the next write to it; write "
-            "`buffers: auto`, or put a gather between them",
-        )
-    ])  # fmt: skip
+    raise ScheduleError(
+        [
+            Diagnostic(
+                "E305",
+                f"buffers: {wanted} is not safe for {family.split(':', maxsplit=1)[0]}",
+                plan.graph.schedule.tree.place(node.path),
+                f"{safe} buffers or more",
+                str(wanted),
+                "no exchange lies between the last read of a layer's target and the next write to it; write "
+                "`buffers: auto`, or put a gather between them",
+            )
+        ]
+    )
 
 
 def _disjoint(plan: StreamPlan, members: list[int]) -> bool:
@@ -135,7 +140,8 @@ def _drops(plan: StreamPlan) -> tuple[dict[int, tuple[int, ...]], dict[int, tupl
     """When each local memory may go: at the first node of its own stream that all its accesses precede."""
     graph = plan.graph
     accesses: dict[int, list[int]] = defaultdict(list)
-    kept = {graph.values[value].memory for node in graph.nodes if node.action is Action.STORE for _, value in node.inputs}
+    stores = [node for node in graph.nodes if node.action is Action.STORE]
+    kept = {graph.values[value].memory for node in stores for _, value in node.inputs}
     for index, node in enumerate(graph.nodes):
         for value in {*(value for _, value in node.inputs), *node.outputs}:
             accesses[graph.values[value].memory].append(index)
@@ -165,9 +171,9 @@ def allocate(plan: StreamPlan) -> MemoryPlan:
     """
     graph, shares = plan.graph, Shares(plan.graph.schedule)
     families: dict[str, list[int]] = defaultdict(list)
-    for index, memory in enumerate(graph.memories):
-        if memory.space is Space.TARGET:
-            families[memory.family].append(index)
+    for index, found in enumerate(graph.memories):
+        if found.space is Space.TARGET:
+            families[found.family].append(index)
     groups: list[_Group] = []
     for family, members in families.items():
         for number, hand in enumerate(_alternate(plan, family, members)):

@@ -66,14 +66,20 @@ class Namer:
     def _choose(self, item: OpItem, block: str) -> str:
         wanted = base = base_name(item)
         if item.kind == "call" and not item.op.name:
-            self.expander.error("E208", item.path, "a call has a name: that of the stage it is bound to", "name: ...",
-                                "none", key=True)
+            self.expander.error(
+                "E208", item.path, "a call has a name: that of the stage it is bound to", "name: ...", "none", key=True
+            )
         number = 2
         while (block, base) in self.taken:
             if item.op.name:
                 line = self.expander.tree.place(self.taken[block, base]).line
-                self.expander.error("E209", (*item.path, "name"), f"two ops of '{block}' are called '{wanted}'",
-                                    "a name of its own", f"the name of the op in line {line}")
+                self.expander.error(
+                    "E209",
+                    (*item.path, "name"),
+                    f"two ops of '{block}' are called '{wanted}'",
+                    "a name of its own",
+                    f"the name of the op in line {line}",
+                )
                 break
             base = f"{wanted}_{number}"
             number += 1

@@ -23,9 +23,7 @@ def as_tuple(value: object) -> object:
 
 
 _NAMES_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
-Names = Annotated[
-    tuple[Name, ...], Field(min_length=1), BeforeValidator(_names), WithJsonSchema(_NAMES_SCHEMA)
-]
+Names = Annotated[tuple[Name, ...], Field(min_length=1), BeforeValidator(_names), WithJsonSchema(_NAMES_SCHEMA)]
 """One tensor's name or a list of them."""
 Dims = Annotated[tuple[Dim, ...], Field(min_length=1, max_length=4), BeforeValidator(as_tuple)]
 BufferCount = Literal["auto"] | Annotated[int, Field(ge=1, le=8)]
@@ -132,9 +130,7 @@ class Linear(OpFields):
 class Call(OpFields):
     summary: ClassVar[str] = "A stage of the user's model, bound by name at run time."
     out: Names = Field(description="The names of the results.")
-    shape: Dims | dict[Name, Dims] | None = Field(
-        None, description="The shape of every output, or one for each."
-    )
+    shape: Dims | dict[Name, Dims] | None = Field(None, description="The shape of every output, or one for each.")
     like: Name | dict[Name, Name] | None = Field(
         None, description="The tensor whose shape and placement the outputs have, or one for each."
     )
@@ -146,9 +142,7 @@ class Call(OpFields):
 
 class Send(Exchanging):
     summary: ClassVar[str] = "Moves a tensor from sequence to head placement, into every peer's final layout."
-    barrier: bool = Field(
-        False, description="Closes the group of sends since the last barrier with one handshake."
-    )
+    barrier: bool = Field(False, description="Closes the group of sends since the last barrier with one handshake.")
 
 
 class Barrier(Model):
@@ -247,12 +241,42 @@ class Entry(Model):
 
 
 OP_KINDS: dict[str, type[OpFields] | type[Barrier]] = {
-    "norm": Norm, "modulate": Modulate, "residual": Residual, "mlp": Mlp, "norm_rope": NormRope, "rope": Rope,
-    "attention": Attention, "linear": Linear, "call": Call, "send": Send, "barrier": Barrier, "gather": Gather,
-    "all_reduce": AllReduce, "shard": Shard, "all_gather": AllGather, "concat": Concat, "split": Split,
+    "norm": Norm,
+    "modulate": Modulate,
+    "residual": Residual,
+    "mlp": Mlp,
+    "norm_rope": NormRope,
+    "rope": Rope,
+    "attention": Attention,
+    "linear": Linear,
+    "call": Call,
+    "send": Send,
+    "barrier": Barrier,
+    "gather": Gather,
+    "all_reduce": AllReduce,
+    "shard": Shard,
+    "all_gather": AllGather,
+    "concat": Concat,
+    "split": Split,
     "guide": Guide,
-}  # fmt: skip
+}
 Op = (
-    Norm | Modulate | Residual | Mlp | NormRope | Rope | Attention | Linear | Call | Send | Barrier | Gather
-    | AllReduce | Shard | AllGather | Concat | Split | Guide
-)  # fmt: skip
+    Norm
+    | Modulate
+    | Residual
+    | Mlp
+    | NormRope
+    | Rope
+    | Attention
+    | Linear
+    | Call
+    | Send
+    | Barrier
+    | Gather
+    | AllReduce
+    | Shard
+    | AllGather
+    | Concat
+    | Split
+    | Guide
+)

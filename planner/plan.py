@@ -450,15 +450,20 @@ def loads(text: str) -> Plan:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise _refuse("E153", f"the plan does not follow its schema at '{where}'", first["msg"],
-                      repr(first["input"])[:80], RECOMPILE) from None
+        raise _refuse(
+            "E153",
+            f"the plan does not follow its schema at '{where}'",
+            first["msg"],
+            repr(first["input"])[:80],
+            RECOMPILE,
+        ) from None
     actual = plan_hash(plan)
     if document.get("sha256") != actual:
         stated = str(document.get("sha256"))[:64]
-        raise _refuse("E152", "the plan is not what was hashed", stated, actual,
-                      "a plan is not edited by hand; " + RECOMPILE)
+        raise _refuse(
+            "E152", "the plan is not what was hashed", stated, actual, "a plan is not edited by hand; " + RECOMPILE
+        )
     problem = check_plan(plan)
     if problem is not None:
-        raise _refuse("E154", f"the plan refers to what is not there: {problem}", "valid references", "this",
-                      RECOMPILE)
+        raise _refuse("E154", f"the plan refers to what is not there: {problem}", "valid references", "this", RECOMPILE)
     return plan

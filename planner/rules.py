@@ -51,8 +51,15 @@ def heads_dim(form: Form) -> Dim | None:
 def memory_for(name: str, form: Form, placement: Placement, schedule: Schedule) -> Memory:
     """Local memory of its own for a value."""
     has_batch = bool(form) and form[0].kind is DimKind.BATCH
-    return Memory(name, Space.LOCAL, schedule.model.dtype, form[0].size if has_batch else 1, row_dim(form),
-                  (features(form),), placement)
+    return Memory(
+        name,
+        Space.LOCAL,
+        schedule.model.dtype,
+        form[0].size if has_batch else 1,
+        row_dim(form),
+        (features(form),),
+        placement,
+    )
 
 
 class Rule:
@@ -79,8 +86,14 @@ class Rule:
                 whole = False
                 continue
             if self.e.values[value].partial and not accept_partial:
-                self.e.error("E203", path, f"'{name}' is a partial sum", "a whole tensor",
-                             self.e.values[value].describe(), "put an all_reduce of it before this op")
+                self.e.error(
+                    "E203",
+                    path,
+                    f"'{name}' is a partial sum",
+                    "a whole tensor",
+                    self.e.values[value].describe(),
+                    "put an all_reduce of it before this op",
+                )
                 whole = False
                 continue
             found.append(Operand(role, value, path))
@@ -98,7 +111,9 @@ class Rule:
 
     # Placement
 
-    def join(self, operands: list[Operand], placement: Placement | None = None) -> tuple[Placement, list[Operand]] | None:
+    def join(
+        self, operands: list[Operand], placement: Placement | None = None
+    ) -> tuple[Placement, list[Operand]] | None:
         """The one placement of all operands, replicated ones narrowed to the rank's own rows or heads."""
         leader: Operand | None = None
         for operand in operands:
@@ -109,9 +124,14 @@ class Rule:
                 placement, leader = found, operand
             elif found is not placement:
                 other = self.value(leader).describe() if leader else str(placement)
-                self.e.error("E203", operand.path, f"{self.site.kind} can't mix placements", other,
-                             self.value(operand).describe(),
-                             "send, gather, shard or all_gather one of them first")
+                self.e.error(
+                    "E203",
+                    operand.path,
+                    f"{self.site.kind} can't mix placements",
+                    other,
+                    self.value(operand).describe(),
+                    "send, gather, shard or all_gather one of them first",
+                )
                 return None
         if placement is None:
             return Placement.REPLICATED, operands
@@ -130,30 +150,69 @@ class Rule:
         """Whether an operand has the features of ``form`` and its rows, one row, or none: it is broadcast then."""
         got = self.value(operand).form
         row, mine = row_dim(form), row_dim(got)
-        rows_fit = mine is None or mine.size == 1 or (row is not None and mine.segments == row.segments
-                                                      and mine.size == row.size)
+        rows_fit = (
+            mine is None
+            or mine.size == 1
+            or (row is not None and mine.segments == row.segments and mine.size == row.size)
+        )
         if width_of(got) == width_of(form) and rows_fit:
             return True
-        self.e.error("E204", operand.path, f"{what} does not fit", f"the features of {show(form)}, with its rows or one",
-                     self.value(operand).describe())
+        self.e.error(
+            "E204",
+            operand.path,
+            f"{what} does not fit",
+            f"the features of {show(form)}, with its rows or one",
+            self.value(operand).describe(),
+        )
         return False
 
     # Making
 
-    def node(self, action: Action, inputs: Sequence[tuple[str, int]], outputs: Sequence[int],
-             options: tuple[tuple[str, str], ...] = (), **more: str | tuple[int, ...] | None) -> int:
+    def node(
+        self,
+        action: Action,
+        inputs: Sequence[tuple[str, int]],
+        outputs: Sequence[int],
+        options: tuple[tuple[str, str], ...] = (),
+        *,
+        kind: str = "",
+        name: str = "",
+        stream: str = "",
+        axis: str = "",
+        closes: tuple[int, ...] = (),
+        protocol: ops.Handshake | None = None,
+    ) -> int:
         site = self.site
         self.e.nodes.append(
-            Node(action, str(more.pop("kind", site.kind)), str(more.pop("name", site.name)), site.context.layer,
-                 site.path, str(more.pop("stream", site.stream)), tuple(inputs), tuple(outputs), options, **more)  # type: ignore[arg-type]
-        )  # fmt: skip
+            Node(
+                action,
+                kind or site.kind,
+                name or site.name,
+                site.context.layer,
+                site.path,
+                stream or site.stream,
+                tuple(inputs),
+                tuple(outputs),
+                options,
+                axis,
+                closes,
+                protocol,
+            )
+        )
         return len(self.e.nodes) - 1
 
     def define(self, name: str, value: int | None) -> None:
         self.e.bind(self.site.context.defines(name), value, self.site.path)
 
-    def run(self, operands: list[Operand], name: str, form: Form, placement: Placement,
-            options: tuple[tuple[str, str], ...] = (), partial: bool = False) -> None:
+    def run(
+        self,
+        operands: list[Operand],
+        name: str,
+        form: Form,
+        placement: Placement,
+        options: tuple[tuple[str, str], ...] = (),
+        partial: bool = False,
+    ) -> None:
         """A stage with one result in memory of its own."""
         value = self.e.fresh(self.site.context.defines(name), form, placement, partial)
         self.node(Action.RUN, [(o.role, o.value) for o in operands], [value], options)
@@ -165,29 +224,45 @@ class Rule:
             self.define(name, None)
 
 
-
-
 def check_sizes(e: Expander) -> None:
     """Sizes that don't go together, whatever the ops are."""
     schedule, sizes = e.schedule, e.schedule.sizes
     tensor, ulysses = schedule.axis("tensor"), schedule.axis("ulysses")
     heads, kv_heads = sizes["heads"], sizes["kv_heads"]
     if heads % kv_heads:
-        e.error("E204", ("model", "kv_heads"), "heads is no multiple of kv_heads", f"a divisor of {heads}",
-                str(kv_heads))
+        e.error(
+            "E204", ("model", "kv_heads"), "heads is no multiple of kv_heads", f"a divisor of {heads}", str(kv_heads)
+        )
         return
     for name in ("heads", "kv_heads", "ffn", "hidden"):
         if sizes[name] % tensor:
-            e.error("E210", ("model", name), f"{name} can't be cut evenly over the tensor axis",
-                    f"a multiple of {tensor}", str(sizes[name]))
+            e.error(
+                "E210",
+                ("model", name),
+                f"{name} can't be cut evenly over the tensor axis",
+                f"a multiple of {tensor}",
+                str(sizes[name]),
+            )
             return
     heads, kv_heads = heads // tensor, kv_heads // tensor
     if heads < ulysses or (kv_heads < ulysses and heads // kv_heads < -(-ulysses // kv_heads)):
-        e.error("E205", ("mesh", "ulysses"), "heads are fewer than ranks", f"a head of q for every rank, {ulysses} at least", f"{heads} heads, {kv_heads} of k and v",
-                "take fewer ulysses ranks; only the sequence may have empty shares")
+        e.error(
+            "E205",
+            ("mesh", "ulysses"),
+            "heads are fewer than ranks",
+            f"a head of q for every rank, {ulysses} at least",
+            f"{heads} heads, {kv_heads} of k and v",
+            "take fewer ulysses ranks; only the sequence may have empty shares",
+        )
     if schedule.axis("cfg") > 2:
         e.error("E204", ("mesh", "cfg"), "there are two branches of guidance", "1 or 2", str(schedule.axis("cfg")))
     for name, _ in schedule.segments:
         if name in ("batch", "hidden", "heads", "kv_heads", "head_dim", "ffn"):
-            e.error("E211", ("shape", "seq", name), f"'{name}' is already the name of a size", "another name",
-                    f"'{name}'", key=True)
+            e.error(
+                "E211",
+                ("shape", "seq", name),
+                f"'{name}' is already the name of a size",
+                "another name",
+                f"'{name}'",
+                key=True,
+            )

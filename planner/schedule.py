@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
+from stepgraph.planner.source import SourceTree, read, read_file
 
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError
 from stepgraph.planner.ops import (
@@ -25,7 +26,6 @@ from stepgraph.planner.ops import (
 )
 from stepgraph.planner.plan import DType
 from stepgraph.planner.schema_errors import schema_diagnostics
-from stepgraph.planner.source import SourceTree, read, read_file
 
 AxisName = Literal["ulysses", "tensor", "cfg"]
 TreePath = tuple[str | int, ...]
@@ -67,8 +67,8 @@ class InputSpec(Model):
     dtype: DTypeName | None = Field(None, description="By default that of the model.")
     placement: Literal["replicated", "sequence", "cfg"] = Field(
         "replicated",
-        description="replicated: every rank loads it whole; sequence: each rank loads its own rows; cfg: both branches, "
-        "conditioned first, are stacked in front of the shape, and each rank loads its own.",
+        description="replicated: every rank loads it whole; sequence: each rank loads its own rows; cfg: both "
+        "branches, conditioned first, are stacked in front of the shape, and each rank loads its own.",
     )
 
 
@@ -126,9 +126,7 @@ class Document(Model):
     """A schedule file."""
 
     version: Literal[1] = Field(description="The language's version: 1.")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = Field(
-        description="The schedule's name."
-    )
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = Field(description="The schedule's name.")
     model: ModelSizes = Field(description="Global sizes of the model.")
     mesh: Annotated[dict[AxisName, Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1)] = Field(
         description="Axes and their sizes, in order; the last varies fastest over ranks."
@@ -198,9 +196,14 @@ class Schedule:
         """Every named size: batch, segments, hidden, heads, kv_heads, head_dim, ffn."""
         model = self.model
         return {
-            "batch": self.batch, "hidden": model.hidden, "heads": model.heads, "head_dim": model.head_dim,
-            "kv_heads": model.kv_heads or model.heads, "ffn": model.ffn, **dict(self.segments),
-        }  # fmt: skip
+            "batch": self.batch,
+            "hidden": model.hidden,
+            "heads": model.heads,
+            "head_dim": model.head_dim,
+            "kv_heads": model.kv_heads or model.heads,
+            "ffn": model.ffn,
+            **dict(self.segments),
+        }
 
 
 class _Itemizer:
@@ -222,11 +225,14 @@ class _Itemizer:
         if len(keys) != 1 or keys[0] in ("each", "do"):
             self.problems.append(
                 Diagnostic(
-                    "E103", "an op is a map of one key, its kind", self.tree.place(path),
-                    "one kind, or `each` with `do`", ", ".join(keys) or "nothing",
+                    "E103",
+                    "an op is a map of one key, its kind",
+                    self.tree.place(path),
+                    "one kind, or `each` with `do`",
+                    ", ".join(keys) or "nothing",
                     "put each op on a line of its own, behind a dash",
                 )
-            )  # fmt: skip
+            )
             return None
         kind = keys[0]
         fields = getattr(entry, kind)
@@ -241,9 +247,7 @@ class _Itemizer:
             return LayersItem(runs, (*path, kind))
         defaults: Model = getattr(self.document.defaults, kind)
         missing = {
-            name: getattr(defaults, name)
-            for name in defaults.model_fields_set
-            if name not in fields.model_fields_set
+            name: getattr(defaults, name) for name in defaults.model_fields_set if name not in fields.model_fields_set
         }
         return OpItem(kind, fields.model_copy(update=missing) if missing else fields, (*path, kind))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from stepgraph.planner.source import SourceTree
 
 from stepgraph.planner.diagnostics import Diagnostic, nearest
-from stepgraph.planner.ops import OP_KINDS, Entry
-from stepgraph.planner.source import SourceTree
+from stepgraph.planner.ops import OP_KINDS, Entry, Model
 
 Path = tuple[str | int, ...]
 
@@ -31,17 +33,15 @@ _EXPECTED = {
 }
 
 
-def _data_path(loc: tuple[str | int, ...], data: object) -> tuple[Path, bool]:
+def _data_path(loc: Path, data: object) -> tuple[Path, bool]:
     """The part of ``loc`` that leads through ``data`` (pydantic adds the names of union members), and whether the
     last step of it leads to something that is there."""
     path: list[str | int] = []
-    here = data
+    here: Any = data
     for index, part in enumerate(loc):
         last = index == len(loc) - 1
-        if isinstance(here, dict) and part in here:
-            path.append(part)
-            here = here[part]
-        elif isinstance(here, list | tuple) and isinstance(part, int) and part < len(here):
+        in_list = isinstance(here, list) and isinstance(part, int) and part < len(here)
+        if in_list or (isinstance(here, dict) and part in here):
             path.append(part)
             here = here[part]
         elif last and isinstance(here, dict) and isinstance(part, str) and part.isidentifier():
@@ -82,11 +82,13 @@ def _known_keys(path: Path) -> list[str]:
     if not parents:
         return list(levels.Document.model_fields)
     if len(parents) >= 2 and isinstance(parents[-1], int) and parents[0] in ("blocks", "step"):
-        return [name for name in Entry.model_fields]
+        return list(Entry.model_fields)
     kind = parents[-1]
-    named = {
-        "model": levels.ModelSizes, "shape": levels.ShapeSizes, "defaults": levels.Defaults,
-    }  # fmt: skip
+    named: dict[str, type[Model]] = {
+        "model": levels.ModelSizes,
+        "shape": levels.ShapeSizes,
+        "defaults": levels.Defaults,
+    }
     if isinstance(kind, str):
         if len(parents) == 1 and kind in named:
             return list(named[kind].model_fields)
@@ -95,7 +97,8 @@ def _known_keys(path: Path) -> list[str]:
         if parents[0] == "inputs":
             return list(levels.InputSpec.model_fields)
         if parents[0] == "defaults":
-            return list(type(getattr(levels.Defaults(), kind, levels.KindDefaults())).model_fields)
+            kind_defaults: Model = getattr(levels.Defaults(), kind, levels.KindDefaults())
+            return list(type(kind_defaults).model_fields)
         if kind in OP_KINDS:
             return [info.alias or name for name, info in OP_KINDS[kind].model_fields.items()]
     return ["block", "repeat"]
@@ -119,8 +122,9 @@ def schema_diagnostics(error: ValidationError, tree: SourceTree) -> list[Diagnos
 def _diagnostic(path: Path, items: list[tuple[ErrorDetails, bool]], tree: SourceTree) -> Diagnostic:
     first, there = items[0]
     where = ".".join(str(part) for part in path) or "the file"
-    if first["type"] in ("extra_forbidden", "invalid_key") or (first["type"] == "literal_error" and path[0] == "mesh"
-                                                               and first["loc"][-1] == "[key]"):
+    if first["type"] in ("extra_forbidden", "invalid_key") or (
+        first["type"] == "literal_error" and path[0] == "mesh" and first["loc"][-1] == "[key]"
+    ):
         known = _known_keys(path)
         is_kind = len(path) >= 2 and isinstance(path[-2], int) and path[0] in ("blocks", "step")
         what = "op kind" if is_kind else "key"
@@ -131,8 +135,14 @@ def _diagnostic(path: Path, items: list[tuple[ErrorDetails, bool]], tree: Source
         of = f"`{parent[-1]}`" if parent and isinstance(parent[-1], str) else "this"
         if not parent:
             of = "the schedule"
-        return Diagnostic("E104", f"{of} lacks the key '{path[-1]}'", tree.key_place(parent) if parent else
-                          tree.place(()), f"'{path[-1]}'", "", "")
+        return Diagnostic(
+            "E104",
+            f"{of} lacks the key '{path[-1]}'",
+            tree.key_place(parent) if parent else tree.place(()),
+            f"'{path[-1]}'",
+            "",
+            "",
+        )
     expected = list(dict.fromkeys(_expected(item) for item, _ in items))
     if isinstance(path[-1] if path else None, str) and path[-1] in OP_KINDS and "a map" in expected:
         expected = ["a name, a list of names, or a map"]

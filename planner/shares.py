@@ -45,8 +45,7 @@ class Shares:
     def coordinates(self) -> tuple[dict[str, int], ...]:
         names = [name for name, _ in self.schedule.mesh]
         return tuple(
-            dict(zip(names, point, strict=True))
-            for point in product(*(range(size) for _, size in self.schedule.mesh))
+            dict(zip(names, point, strict=True)) for point in product(*(range(size) for _, size in self.schedule.mesh))
         )
 
     def coordinate(self, rank: int, axis: str) -> int:

@@ -8,6 +8,7 @@ every stream. The order of issue is the author's and every dependency points for
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stepgraph.planner.opgraph import Action, Node, OpGraph
@@ -107,9 +108,9 @@ def _dependencies(graph: OpGraph, stream: list[int]) -> list[set[int]]:
     return needs
 
 
-def _reduce(needs: list[set[int]], stream: list[int], streams: int) -> tuple[
-    list[tuple[int, ...]], tuple[int, ...], list[tuple[int, ...]], int
-]:  # fmt: skip
+def _reduce(
+    needs: list[set[int]], stream: list[int], streams: int
+) -> tuple[list[tuple[int, ...]], tuple[int, ...], list[tuple[int, ...]], int]:
     """Transitive reduction over the streams' own order: waits of each node, joins, clocks, orderings before."""
     clocks: list[tuple[int, ...]] = []
     waits: list[tuple[int, ...]] = []
@@ -164,21 +165,21 @@ def _lifetimes(graph: OpGraph, stream: list[int], clocks: list[tuple[int, ...]])
     for memory, nodes in accesses.items():
         order = exchanges[graph.memories[memory].axis]
         after, until = len(order), 0
-        for node in nodes:
+        for access in nodes:
             # Exchanges are totally ordered, so those before a node are the first few of them.
-            first = _count(order, lambda exchange, node=node: before(exchange, node)) - 1  # type: ignore[misc]
-            last = _count(order, lambda exchange, node=node: not before(node, exchange))  # type: ignore[misc]
+            first = _count(order, lambda exchange, access=access: before(exchange, access)) - 1  # type: ignore[misc]
+            last = _count(order, lambda exchange, access=access: not before(access, exchange))  # type: ignore[misc]
             after, until = min(after, first), max(until, last)
         found[memory] = Lifetime(after, until, len(order))
     return found
 
 
-def _count(order: list[int], holds: object) -> int:
+def _count(order: list[int], holds: Callable[[int], bool]) -> int:
     """How many of the first exchanges ``holds`` is true for; it is monotone."""
     low, high = 0, len(order)
     while low < high:
         middle = (low + high) // 2
-        if holds(order[middle]):  # type: ignore[operator]
+        if holds(order[middle]):
             low = middle + 1
         else:
             high = middle
@@ -188,11 +189,10 @@ def _count(order: list[int], holds: object) -> int:
 def _closing(graph: OpGraph, lifetimes: dict[int, Lifetime]) -> list[str]:
     """The axes that need one more handshake at the end of the step: a flag needs another exchange between its reset
     and its next write, and a target one between its last access and the next replay's first."""
-    size = dict(graph.schedule.mesh)
     short = []
-    for axis in size:
+    for axis, size in graph.schedule.mesh:
         kinds = [node.action for node in graph.nodes if node.action.is_exchange and node.axis == axis]
-        flags_reused = kinds == [Action.HANDSHAKE] and size[axis] > 1
+        flags_reused = kinds == [Action.HANDSHAKE] and size > 1
         targets = [life for memory, life in lifetimes.items() if graph.memories[memory].axis == axis]
         if flags_reused or not all(life.fits for life in targets):
             short.append(axis)
@@ -224,8 +224,16 @@ def _last_nodes(stream: list[int]) -> set[int]:
 
 def _closing_handshake(graph: OpGraph, axis: str) -> Node:
     last = next(node for node in reversed(graph.nodes) if node.action.is_exchange and node.axis == axis)
-    return Node(Action.HANDSHAKE, "closing", f"step.closing_{axis}", None, last.path, last.stream, axis=axis,
-                protocol=last.protocol or graph.schedule.handshake)
+    return Node(
+        Action.HANDSHAKE,
+        "closing",
+        f"step.closing_{axis}",
+        None,
+        last.path,
+        last.stream,
+        axis=axis,
+        protocol=last.protocol or graph.schedule.handshake,
+    )
 
 
 def verify_streams(plan: StreamPlan) -> None:
