@@ -12,7 +12,8 @@ from stepgraph.planner.naming import Context, Namer, Site
 from stepgraph.planner.opgraph import Action, Node, OpGraph
 from stepgraph.planner.ops import Barrier, Dims, Handshake, Send
 from stepgraph.planner.rules import Rule, check_sizes, memory_for
-from stepgraph.planner.schedule import EachItem, Item, LayersItem, OpItem, Schedule, TreePath
+from stepgraph.planner.schedule import EachItem, Item, LayersItem, OpItem, Schedule
+from stepgraph.planner.source import TreePath
 from stepgraph.planner.values import Dim, DimKind, Form, Memory, Placement, Space, Value
 
 RULES: dict[str, Callable[[Rule, Any], None]] = {
@@ -180,8 +181,9 @@ class Expander:
         top = Context("step", None)
         self.inputs(top)
         self.items(self.schedule.step, top)
+        self.unclosed()
         self.outputs(top)
-        self.leftovers()
+        self.unread()
         if self.problems:
             raise ScheduleError(sorted(self.problems.values(), key=_position))
         return OpGraph(self.schedule, tuple(self.nodes), tuple(self.values), tuple(self.memories))
@@ -231,17 +233,23 @@ class Expander:
                 )
             self.nodes.append(Node(Action.STORE, "store", name, None, path, self.schedule.streams[0], (("in", value),)))
 
-    def leftovers(self) -> None:
+    def unclosed(self) -> None:
+        """Tell of every send that its block leaves without a barrier."""
         for _, name, path in self.open_sends:
             self.error(
                 "E206",
                 path,
                 f"the send of '{name}' is never closed",
-                "a barrier after it",
-                "the step's end",
+                "a barrier after it in the same list",
+                "none",
                 "write `barrier: true` on the last send of the group, or `barrier: all` after it",
             )
-        for path, name in dict.fromkeys(self.origin.values()):
+            self.names[name] = None
+        self.open_sends.clear()
+
+    def unread(self) -> None:
+        """Tell of everything that nothing reads; only where nothing else is wrong, since errors leave readers out."""
+        for path, name in [] if self.problems else dict.fromkeys(self.origin.values()):
             if (path, name) in self.read_origins:
                 continue
             if path[0] == "inputs":
@@ -285,6 +293,7 @@ class Expander:
                 continue
             for _ in range(repeat):
                 self.items(self.schedule.blocks[block], Context(block, self.layer))
+                self.unclosed()
                 self.layer += 1
 
     def op(self, item: OpItem, context: Context) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stepgraph.planner.ops import Op
-from stepgraph.planner.schedule import OpItem, TreePath
+from stepgraph.planner.schedule import OpItem
+from stepgraph.planner.source import TreePath
 
 if TYPE_CHECKING:
     from stepgraph.planner.expand import Expander

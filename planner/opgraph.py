@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from stepgraph.planner.ops import Handshake
-from stepgraph.planner.schedule import Schedule, TreePath
+from stepgraph.planner.schedule import Schedule
+from stepgraph.planner.source import TreePath
 from stepgraph.planner.values import Memory, Value
 
 

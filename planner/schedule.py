@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
-from stepgraph.planner.source import SourceTree, read, read_file
 
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError
 from stepgraph.planner.ops import (
@@ -26,9 +25,9 @@ from stepgraph.planner.ops import (
 )
 from stepgraph.planner.plan import DType
 from stepgraph.planner.schema_errors import schema_diagnostics
+from stepgraph.planner.source import Overrides, SourceTree, TreePath, read, read_file
 
 AxisName = Literal["ulysses", "tensor", "cfg"]
-TreePath = tuple[str | int, ...]
 
 
 def _dtype(value: object) -> object:
@@ -283,10 +282,6 @@ def parse(tree: SourceTree) -> Schedule:
         step=step,
         tree=tree,
     )
-
-
-Overrides = tuple[tuple[str, str], ...]
-"""(dotted path, value as written), as ("model.layers", "2")."""
 
 
 def load_schedule(path: Path, overrides: Overrides = ()) -> Schedule:

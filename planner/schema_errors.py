@@ -146,6 +146,8 @@ def _diagnostic(path: Path, items: list[tuple[ErrorDetails, bool]], tree: Source
     expected = list(dict.fromkeys(_expected(item) for item, _ in items))
     if isinstance(path[-1] if path else None, str) and path[-1] in OP_KINDS and "a map" in expected:
         expected = ["a name, a list of names, or a map"]
+    if path and isinstance(path[-1], int) and path[0] in ("blocks", "step"):
+        expected = ["a map of one key, the op's kind, as `send: v`"]
     got = _show(items[0][0]["input"])
     choices = [word.strip() for text in expected for word in text.replace(" or ", ",").split(",")]
     hint = nearest(str(items[0][0]["input"]), choices) if isinstance(items[0][0]["input"], str) else ""
