@@ -19,6 +19,7 @@ import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -467,3 +468,19 @@ def loads(text: str) -> Plan:
     if problem is not None:
         raise _refuse("E154", f"the plan refers to what is not there: {problem}", "valid references", "this", RECOMPILE)
     return plan
+
+
+MAX_PLAN_BYTES = 1 << 30
+
+
+def load_plan(path: Path) -> Plan:
+    """``loads`` of a file. Raises PlanError, also E150 where the file can't be read."""
+    try:
+        if path.stat().st_size > MAX_PLAN_BYTES:
+            raise _refuse("E150", f"{path} is too large", f"at most {MAX_PLAN_BYTES} bytes", "more", RECOMPILE)
+        return loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or "an error"
+        raise _refuse("E150", f"{path} can't be read", "a plan file", reason, RECOMPILE) from None
+    except UnicodeDecodeError:
+        raise _refuse("E150", f"{path} is not a plan", "text", "other bytes", RECOMPILE) from None

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from stepgraph.planner.diagnostics import Diagnostic, ScheduleError
+from stepgraph.planner.diagnostics import Diagnostic, ScheduleError, nearest
 from stepgraph.planner.ops import (
     BufferCount,
     Dims,
@@ -292,3 +292,30 @@ def load_schedule(path: Path, overrides: Overrides = ()) -> Schedule:
 def read_schedule(text: str, file: str, overrides: Overrides = ()) -> Schedule:
     """As load_schedule, from text; ``file`` is the name that diagnostics give."""
     return parse(read(text, file, overrides))
+
+
+def schedule_path(given: str) -> Path:
+    """The file that ``given`` names: a path that exists, else a shipped schedule's name.
+
+    Raises:
+        ScheduleError: E100 where there is neither.
+    """
+    path = Path(given)
+    if path.exists() or path.suffix or len(path.parts) > 1:
+        return path
+    folder = Path(__file__).parent.parent / "plans"
+    shipped = {found.stem: found for found in sorted(folder.glob("*.yaml"))}
+    if given in shipped:
+        return shipped[given]
+    raise ScheduleError(
+        [
+            Diagnostic(
+                "E100",
+                f"there is no file and no shipped schedule '{given}'",
+                None,
+                f"a path, or one of {', '.join(shipped)}",
+                f"'{given}'",
+                nearest(given, shipped),
+            )
+        ]
+    )

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from stepgraph.planner.source import SourceTree
 
 from stepgraph.planner.diagnostics import Diagnostic, nearest
 from stepgraph.planner.ops import OP_KINDS, Entry, Model
+from stepgraph.planner.source import SourceTree
 
 Path = tuple[str | int, ...]
 
