@@ -320,7 +320,9 @@ def call(r: Rule, op: ops.Call) -> None:
             )
             return r.give_up(op.out)
     outputs = [r.e.fresh(r.site.context.defines(out), form, placement) for out, form in zip(op.out, forms, strict=True)]
-    r.node(Action.RUN, [(o.role, o.value) for o in inputs], outputs)
+    cut = placement is Placement.HEAD or any(dim.split for operand in inputs for dim in r.value(operand).form)
+    options = (("features", "cut"),) if cut else ()
+    r.node(Action.RUN, [(o.role, o.value) for o in inputs], outputs, options)
     for out, output in zip(op.out, outputs, strict=True):
         r.define(out, output)
     return None

@@ -1,0 +1,267 @@
+"""The unsharded model of a schedule: what a sharded run is compared with.
+
+Walks the schedule as it was written, on whole tensors, in the order of the file. It knows no plan, no rank, no stream:
+what moves data between ranks is the identity here. Only the arithmetic of an op and the names of weights are shared
+with the sharded run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from stepgraph.kernels import reference
+from stepgraph.kernels.weights import MadeUpWeights
+from stepgraph.planner import ops
+from stepgraph.planner.naming import base_name
+from stepgraph.planner.schedule import EachItem, Item, LayersItem, OpItem, Schedule
+
+
+class Unsharded:
+    """A callable model: named inputs to named outputs, all whole, in ``dtype``."""
+
+    def __init__(self, schedule: Schedule, seed: int, dtype: torch.dtype = torch.float64) -> None:
+        self.schedule, self.dtype = schedule, dtype
+        self.weights = MadeUpWeights(seed)
+        self.names: dict[tuple[str | int, ...], str] = {}
+        for block, items in (*schedule.blocks.items(), ("step", schedule.step)):
+            self._name(block, items, {})
+
+    def _name(self, block: str, items: Iterable[Item], taken: dict[str, int]) -> None:
+        """Op names as the language defines them: unnamed repeats of a kind are numbered in the file's order."""
+        for item in items:
+            if isinstance(item, EachItem):
+                self._name(block, item.items, taken)
+            elif isinstance(item, OpItem):
+                base = name = base_name(item)
+                number = 2
+                while name in taken:
+                    name, number = f"{base}_{number}", number + 1
+                taken[name] = 1
+                self.names[item.path] = f"{block}.{name}"
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Inputs placed ``cfg`` hold both branches; the step is then walked for both side by side."""
+        stacked = {name for name, spec in self.schedule.inputs if spec.placement == "cfg"}
+        branches = [
+            {name: (tensor[branch] if name in stacked else tensor).to(self.dtype) for name, tensor in inputs.items()}
+            for branch in range(self.schedule.axis("cfg"))
+        ]
+        _Walk(self, branches).items(self.schedule.step, None, "")
+        return tuple(branches[0][name] for name in self.schedule.outputs)
+
+
+class _Walk:
+    """One step: the tensors that names mean in each branch of guidance, and how far the layers have come."""
+
+    def __init__(self, model: Unsharded, branches: list[dict[str, Tensor]]) -> None:
+        self.model, self.branches, self.schedule = model, branches, model.schedule
+        self.layer = 0
+        self.lengths: dict[str, tuple[int, ...]] = {}
+        """Of concatenated tensors: the lengths of their segments."""
+
+    def items(self, items: Iterable[Item], layer: int | None, suffix: str) -> None:
+        for item in items:
+            if isinstance(item, EachItem):
+                for each in item.suffixes:
+                    self.items(item.items, layer, each)
+            elif isinstance(item, LayersItem):
+                for block, repeat in item.runs:
+                    for _ in range(repeat):
+                        self.items(self.schedule.blocks[block], self.layer, "")
+                        self.layer += 1
+            else:
+                for branch in range(len(self.branches)):
+                    _STEPS[item.kind](_Op(self, item, layer, suffix, branch))
+
+
+class _Op:
+    """One op of a walk: its operands, its weights, where its results go."""
+
+    def __init__(self, walk: _Walk, item: OpItem, layer: int | None, suffix: str, branch: int) -> None:
+        self.walk, self.op, self.layer, self.suffix, self.branch = walk, item.op, layer, suffix, branch
+        self.tensors = walk.branches[branch]
+        self.name = walk.model.names[item.path] + (f".{suffix}" if suffix else "")
+        self.weights, self.dtype = walk.model.weights, walk.model.dtype
+
+    def full(self, name: str) -> str:
+        if self.suffix:
+            for candidate in (f"{name}.{self.suffix}", f"{name}_{self.suffix}"):
+                if candidate in self.tensors:
+                    return candidate
+        return name
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[self.full(name)]
+
+    def read_all(self) -> list[Tensor]:
+        assert not isinstance(self.op, ops.Barrier)
+        return [self.read(name) for name in self.op.in_]
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Give a name a tensor; what is as long as the op's first operand keeps its segments."""
+        full = f"{name}.{self.suffix}" if self.suffix and "." not in name else name
+        assert not isinstance(self.op, ops.Barrier)
+        segments = self.walk.lengths.get(self.full(self.op.in_[0]))
+        if segments and tensor.dim() > 1 and tensor.shape[1] == sum(segments):
+            self.walk.lengths[full] = segments
+        else:
+            self.walk.lengths.pop(full, None)
+        self.tensors[full] = tensor
+
+    def matrix(self, part: str, rows: int, cols: int) -> Tensor:
+        return self.weights.matrix(self.name, self.layer, part, (rows, cols), self.dtype)
+
+    def normalise(self, x: Tensor, part: str, over: str) -> Tensor:
+        size = x.shape[-1] * x.shape[-2] if over == "hidden" and x.dim() == 4 else x.shape[-1]
+        return reference.rms_norm(x, self.weights.scale(self.name, self.layer, part, size, self.dtype), over)
+
+
+def _norm(o: _Op) -> None:
+    assert isinstance(o.op, ops.Norm)
+    o.write(o.op.out, o.normalise(o.read_all()[0], "weight", o.op.over))
+
+
+def _modulate(o: _Op) -> None:
+    assert isinstance(o.op, ops.Modulate)
+    o.write(o.op.out, reference.modulate(o.read_all()[0], o.read(o.op.shift), o.read(o.op.scale)))
+
+
+def _residual(o: _Op) -> None:
+    assert isinstance(o.op, ops.Residual)
+    x, added = o.read_all()
+    o.write(o.op.out, reference.residual(x, added, o.read(o.op.gate) if o.op.gate else None))
+
+
+def _mlp(o: _Op) -> None:
+    assert isinstance(o.op, ops.Mlp)
+    (x,), ffn = o.read_all(), o.walk.schedule.model.ffn
+    o.write(o.op.out, reference.mlp(x, o.matrix("up", x.shape[-1], ffn), o.matrix("down", ffn, x.shape[-1])))
+
+
+def _rotate(o: _Op) -> None:
+    assert isinstance(o.op, ops.NormRope | ops.Rope)
+    for index, name in enumerate(o.op.in_):
+        x = o.read(name)
+        if isinstance(o.op, ops.NormRope):
+            x = o.normalise(x, f"weight{index}", o.op.over)
+        if o.op.rope:
+            x = reference.rotate(x, o.read(o.op.rope))
+        o.tensors[o.full(name)] = x
+
+
+def _attention(o: _Op) -> None:
+    assert isinstance(o.op, ops.Attention)
+    if not o.op.concat:
+        q, k, v = o.read_all()
+        o.write(o.op.out, reference.attention(q, k, v))
+        return
+    parts = [[o.read(f"{name}.{suffix}") for suffix in o.op.concat] for name in o.op.in_]
+    q, k, v = (torch.cat(part, dim=1) for part in parts)
+    outs = reference.attention(q, k, v).split([part.shape[1] for part in parts[0]], dim=1)
+    for suffix, out in zip(o.op.concat, outs, strict=True):
+        o.write(f"{o.op.out}.{suffix}", out)
+
+
+def _linear(o: _Op) -> None:
+    assert isinstance(o.op, ops.Linear)
+    sizes = o.walk.schedule.sizes
+    inputs = [x.flatten(2) if x.dim() == 4 else x for x in o.read_all()]
+    x = torch.cat(inputs, dim=-1)
+    widths = {o.op.out: "hidden"} if isinstance(o.op.out, str) else o.op.out
+    for index, (name, width) in enumerate(widths.items()):
+        heads = width in ("heads", "kv_heads")
+        cols = sizes[width] * (sizes["head_dim"] if heads else 1)
+        result = x @ o.matrix(f"weight{index}", x.shape[-1], cols)
+        o.write(name, result.unflatten(-1, (sizes[width], sizes["head_dim"])) if heads else result)
+
+
+def _box(x: Tensor, has_batch: bool) -> Tensor:
+    """A tensor as (batch, rows, features)."""
+    if not has_batch:
+        x = x.unsqueeze(0)
+    if x.dim() == 1:
+        return x.reshape(-1, 1, 1)
+    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(2)
+
+
+def _call(o: _Op) -> None:
+    assert isinstance(o.op, ops.Call)
+    sizes, batch = o.walk.schedule.sizes, o.walk.schedule.batch
+    inputs = []
+    for name in o.op.in_:
+        x = o.read(name)
+        spec = dict(o.walk.schedule.inputs).get(o.full(name))
+        inputs.append(_box(x, spec is None or spec.shape[0] == "batch"))
+    for number, out in enumerate(o.op.out):
+        if o.op.like is not None:
+            like = o.op.like if isinstance(o.op.like, str) else o.op.like[out]
+            shape = tuple(o.read(like).shape)
+        else:
+            dims = o.op.shape[out] if isinstance(o.op.shape, dict) else o.op.shape
+            assert dims is not None
+            shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims)
+        rows, cols = _box(torch.empty(shape, device="meta"), has_batch=True).shape[1:]
+        weights = [
+            o.weights.number(o.name, o.layer, f"weight{number}.{index}", o.dtype)
+            if x.shape[-1] == cols
+            else o.matrix(f"weight{number}.{index}", x.shape[-1], cols)
+            for index, x in enumerate(inputs)
+        ]
+        o.write(out, reference.mix(inputs, weights, rows).expand(batch, -1, -1).reshape(shape))
+
+
+def _identity(o: _Op) -> None:
+    """Ops that move data between ranks, or cut it: whole tensors stay as they are."""
+    assert isinstance(o.op, ops.SameName)
+    for name, out in zip(o.op.in_, o.op.out or (), strict=False):
+        o.write(out, o.read(name))
+
+
+def _concat(o: _Op) -> None:
+    assert isinstance(o.op, ops.Concat)
+    parts = o.read_all()
+    rows = 0 if _is_table(o) else 1
+    o.write(o.op.out, torch.cat(parts, dim=rows))
+    o.walk.lengths[o.op.out] = tuple(part.shape[rows] for part in parts)
+
+
+def _is_table(o: _Op) -> bool:
+    """Whether the operand has no batch, as a rope table."""
+    assert isinstance(o.op, ops.Concat)
+    return o.read(o.op.in_[0]).dim() == 2
+
+
+def _split(o: _Op) -> None:
+    assert isinstance(o.op, ops.Split)
+    (x,) = o.read_all()
+    parts = x.split(list(o.walk.lengths[o.full(o.op.in_[0])]), dim=1)
+    for out, part in zip(o.op.out, parts, strict=True):
+        o.write(out, part)
+
+
+def _guide(o: _Op) -> None:
+    assert isinstance(o.op, ops.Guide)
+    if o.branch > 0:
+        return  # the first branch has made it for both
+    if len(o.walk.branches) > 1:
+        cond, uncond = (tensors[o.full(o.op.in_[0])] for tensors in o.walk.branches)
+    else:
+        cond, uncond = o.read_all()
+    guided = reference.guide(cond, uncond, o.read(o.op.scale))
+    for tensors in o.walk.branches:
+        tensors[o.op.out] = guided
+
+
+def _nothing(o: _Op) -> None:
+    """A barrier orders, it computes nothing."""
+
+
+_STEPS: dict[str, Callable[[_Op], None]] = {
+    "norm": _norm, "modulate": _modulate, "residual": _residual, "mlp": _mlp, "norm_rope": _rotate, "rope": _rotate,
+    "attention": _attention, "linear": _linear, "call": _call, "send": _identity, "barrier": _nothing,
+    "gather": _identity, "all_reduce": _identity, "shard": _identity, "all_gather": _identity, "concat": _concat,
+    "split": _split, "guide": _guide,
+}  # fmt: skip

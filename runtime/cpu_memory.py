@@ -1,0 +1,218 @@
+"""Memory of the cpu device: arenas, flag pages and local buffers of all ranks, with their shadows and findings."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stepgraph.planner.plan import Buffer, Plan, Region, View
+from stepgraph.runtime.shadow import Conflict, Ints, Shadow
+
+POISON = 0xFF
+"""Byte that fills memory which nobody has written: NaN in every floating type."""
+MAX_FINDINGS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """An instruction as a finding names it."""
+
+    rank: int
+    stream: str
+    instruction: int
+    what: str
+    writes: bool
+
+    def __str__(self) -> str:
+        verb = "write" if self.writes else "read"
+        return f"{verb} by rank {self.rank}, stream {self.stream}, instruction {self.instruction}, {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Two accesses to the same bytes, one of them a write, that nothing orders."""
+
+    rank: int
+    """Whose memory it is."""
+    buffer: str
+    earlier: Access
+    later: Access
+
+    def __str__(self) -> str:
+        return f"race on {self.buffer} of rank {self.rank}: {self.earlier}; {self.later}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something else that must not happen; ``kind`` is a word for programs."""
+
+    kind: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+@dataclass
+class Report:
+    """What the cpu device has seen so far."""
+
+    races: list[Race] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    movements_checked: int = 0
+    movement_exact: bool = True
+    replays: int = 0
+    """Of every rank."""
+
+    @property
+    def ok(self) -> bool:
+        return self.movement_exact and not self.races and not self.faults
+
+    def fault(self, kind: str, message: str) -> None:
+        if len(self.faults) < MAX_FINDINGS:
+            self.faults.append(Fault(kind, message))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+class RankMemory:
+    """What one rank owns. Targets are views of one arena, so that overlapping offsets really meet."""
+
+    def __init__(self, plan: Plan, rank: int, chains: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.program = plan.ranks[rank]
+        self.arena = torch.full((plan.arena_bytes,), POISON, dtype=torch.uint8)
+        self.flags = [0] * plan.flag_slots
+        self.unit = min((b.dtype.itemsize for b in self.program.buffers[: len(plan.targets)]), default=1)
+        arena_shadow = Shadow.of((plan.arena_bytes // self.unit,), chains)
+        self.tensors: dict[int, Tensor] = {}
+        self.shadows: list[Shadow] = []
+        self.dropped: set[int] = set()
+        for index, buffer in enumerate(self.program.buffers):
+            shape = (buffer.batch, buffer.rows, buffer.cols)
+            if index < len(plan.targets):
+                offset = plan.targets[index].offset
+                raw = self.arena[offset : offset + buffer.nbytes]
+                self.tensors[index] = raw.view(torch_dtype(buffer.dtype)).view(shape)
+                wide = buffer.dtype.itemsize // self.unit
+                self.shadows.append(arena_shadow.part(offset // self.unit, (*shape[:2], shape[2] * wide)))
+            else:
+                self.shadows.append(Shadow.of(shape, chains))
+
+    def _wide(self, buffer: int) -> int:
+        """Shadow elements an element."""
+        found = self.program.buffers[buffer]
+        return found.dtype.itemsize // self.unit if buffer < len(self.plan.targets) else 1
+
+    def shadow(self, buffer: int, region: Region) -> Shadow:
+        wide = self._wide(buffer)
+        return self.shadows[buffer].region(
+            slice(region.row, region.row + region.rows), slice(region.col * wide, (region.col + region.cols) * wide)
+        )
+
+    def region(self, buffer: int, region: Region) -> Tensor:
+        """(batch, rows, cols) of a buffer, which must be there."""
+        return self.tensors[buffer][:, region.row : region.row + region.rows, region.col : region.col + region.cols]
+
+    def view(self, view: View) -> Tensor:
+        return self.region(view.buffer, view.region).view(view.shape)
+
+    def allocate(self, buffer: int, result: Tensor | None = None) -> Tensor:
+        """Memory for a local buffer: poisoned, or what a stage has made."""
+        found = self.program.buffers[buffer]
+        shape = (found.batch, found.rows, found.cols)
+        if result is None:
+            result = torch.full(shape, float("nan"), dtype=torch_dtype(found.dtype))
+        assert result.numel() == found.batch * found.rows * found.cols, f"{found.name}: the stage made {result.shape}"
+        self.tensors[buffer] = result.reshape(shape)
+        self.dropped.discard(buffer)
+        return self.tensors[buffer]
+
+    def drop(self, buffer: int) -> None:
+        self.dropped.add(buffer)
+        if buffer in self.tensors:
+            self.tensors[buffer].fill_(float("nan"))
+
+
+Moved = tuple[int, int]
+"""An op that moves data, and which of its operands."""
+
+
+class Movements:
+    """Holds what every exchange moved against what the members' sources held when they were sent, bit for bit."""
+
+    def __init__(self, plan: Plan, memories: list[RankMemory], report: Report) -> None:
+        self.plan, self.memories, self.report = plan, memories, report
+        self.sent: dict[tuple[Moved, int, int], Tensor] = {}
+        """(op, rank, replay) -> the source view when it was first read."""
+        self.closed: dict[tuple[int, int], dict[Moved, int]] = defaultdict(dict)
+        """(exchange, rank) -> the buffer in which each op that it closes ends there."""
+
+    def expect(self, exchange: int, moved: Moved, peer: int, buffer: int) -> None:
+        self.closed[exchange, peer][moved] = buffer
+
+    def note(self, moved: Moved, rank: int, replay: int, source: Tensor) -> None:
+        if (moved, rank, replay) not in self.sent:
+            self.sent[moved, rank, replay] = source.clone()
+            self.sent.pop((moved, rank, replay - 2), None)
+
+    def check(self, exchange: int, rank: int, replay: int) -> None:
+        """After an exchange: each buffer of ``rank`` that it closes holds what its group sent."""
+        group = self.plan.groups[self.plan.exchanges[exchange].group]
+        for moved, buffer in self.closed[exchange, rank].items():
+            # A member without rows sends nothing.
+            sources = [self.sent[moved, member, replay] for member in group if (moved, member, replay) in self.sent]
+            ends = [self.closed[exchange, member].get(moved) for member in group]
+            boxes = [self.memories[m].program.buffers[b] for m, b in zip(group, ends, strict=True) if b is not None]
+            got = self.memories[rank].tensors[buffer]
+            self.report.movements_checked += 1
+            want = None
+            if sources and len(boxes) == len(group):
+                want = assemble(self.plan.ops[moved[0]].kind, sources, boxes, group.index(rank))
+            if want is None or want.shape != got.shape or not torch.equal(_bits(got), _bits(want)):
+                self.report.movement_exact = False
+
+
+def assemble(kind: str, sources: list[Tensor], ends: list[Buffer], me: int) -> Tensor:
+    """What member ``me`` of a group ends with, from the members' whole sources and the shapes that all end with."""
+    if kind == "gather":
+        first = sum(end.rows for end in ends[:me])
+        return torch.cat([source[:, first : first + ends[me].rows] for source in sources], dim=2)
+    joined = torch.cat(sources, dim=1)
+    if kind != "send":
+        return joined  # all_gather; partial sums and branches, stacked
+    cols = [end.cols for end in ends]
+    first = sum(cols[:me])
+    if sum(cols) > joined.shape[2]:  # members share heads of k and v: as many to each head as go, more to the first
+        heads, members = joined.shape[2] // cols[0], len(ends)
+        sharers = [head for head in range(heads) for _ in range(members // heads + (head < members % heads))]
+        first = sharers[me] * cols[0]
+    return joined[:, :, first : first + cols[me]]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def describe(
+    conflict: Conflict, access: list[list[tuple[int, str]]], streams: tuple[str, ...]
+) -> tuple[Access, Access]:
+    """The two accesses of a conflict, from the history of every chain."""
+    found = []
+    for touch, writes in ((conflict.earlier, conflict.earlier_writes), (conflict.later, conflict.later_writes)):
+        rank, stream = divmod(touch.chain, len(streams))
+        instruction, what = access[touch.chain][touch.time - 1]
+        found.append(Access(rank, streams[stream], instruction, what, writes))
+    return found[0], found[1]
+
+
+def fresh_clock(chains: int) -> Ints:
+    return np.zeros(chains, np.int32)

@@ -1,0 +1,71 @@
+"""The denoising loop: flow-match Euler sigmas and update, and one host loop around any device's step."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from stepgraph.planner.diagnostics import CapabilityError, Diagnostic
+from stepgraph.planner.plan import Plan
+
+TRAIN_TIMESTEPS = 1000
+
+
+def sigmas(steps: int, shift: float = 1.0) -> list[float]:
+    """Noise levels from 1 down to 0, ``steps`` + 1 of them, evenly spaced to 1/1000 and then shifted by
+    s * sigma / (1 + (s - 1) * sigma), as the flow-match Euler scheduler of diffusers has them by default."""
+    last = 1 / TRAIN_TIMESTEPS
+    spaced = [1 - (1 - last) * index / (steps - 1) for index in range(steps)] if steps > 1 else [1.0]
+    return [shift * sigma / (1 + (shift - 1) * sigma) for sigma in spaced] + [0.0]
+
+
+def sigma_pairs(steps: int, shift: float = 1.0) -> list[tuple[float, float]]:
+    """(sigma, next sigma) of each step."""
+    levels = sigmas(steps, shift)
+    return list(pairwise(levels))
+
+
+def euler(latents: Tensor, noise: Tensor, sigma: float, next_sigma: float) -> Tensor:
+    """The flow-match Euler update: latents + (next_sigma - sigma) * noise, rounded to the latents' dtype."""
+    wide = latents if latents.dtype is torch.float64 else latents.float()
+    return (wide + (next_sigma - sigma) * noise.to(wide.dtype)).to(latents.dtype)
+
+
+def latents_name(plan: Plan) -> str:
+    """The input that the loop updates: the one of the first output's shape.
+
+    Raises:
+        CapabilityError: E603 where there is none.
+    """
+    found = [entry.name for entry in plan.inputs if entry.shape == plan.outputs[0].shape]
+    if not found:
+        raise CapabilityError(
+            [
+                Diagnostic(
+                    "E603",
+                    "no input has the shape of the first output, so there is nothing to denoise",
+                    None,
+                    f"an input of shape {list(plan.outputs[0].shape)}",
+                    ", ".join(f"{entry.name} {list(entry.shape)}" for entry in plan.inputs),
+                )
+            ]
+        )
+    return found[0]
+
+
+def denoise(
+    plan: Plan, given: Mapping[str, Tensor], levels: Sequence[tuple[float, float]], seen: list[tuple[Tensor, ...]]
+) -> Generator[Mapping[str, Tensor], tuple[Tensor, ...], Tensor]:
+    """A host loop: yields each step's inputs, is sent its outputs, returns the last latents. An input called
+    ``timestep`` becomes 1000 * sigma at each step; ``seen`` collects the outputs of every step."""
+    name, inputs = latents_name(plan), dict(given)
+    for sigma, next_sigma in levels:
+        if "timestep" in inputs:
+            inputs["timestep"] = torch.full_like(inputs["timestep"], sigma * TRAIN_TIMESTEPS)
+        outputs = yield inputs
+        seen.append(outputs)
+        inputs[name] = euler(inputs[name], outputs[0], sigma, next_sigma)
+    return inputs[name]

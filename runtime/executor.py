@@ -1,0 +1,48 @@
+"""The loop that interprets a plan: one rank's instructions, in the order of issue, on a device."""
+
+from __future__ import annotations
+
+from stepgraph.kernels.stages import StageMaker
+from stepgraph.planner.plan import (
+    Collective,
+    Drop,
+    Load,
+    Plan,
+    Record,
+    Reset,
+    Run,
+    Send,
+    Signal,
+    Store,
+    Wait,
+    WaitEvent,
+)
+from stepgraph.runtime.device import Device
+
+
+def issue(plan: Plan, rank: int, device: Device, stages: StageMaker) -> None:
+    """Issue one replay of ``rank``."""
+    for number, instruction in enumerate(plan.ranks[rank].instructions):
+        match instruction:
+            case Run():
+                device.run(number, instruction, stages(plan, rank, instruction))
+            case Send():
+                device.send(number, instruction)
+            case Signal():
+                device.signal(number, instruction)
+            case Wait():
+                device.wait(number, instruction)
+            case Reset():
+                device.reset(number, instruction)
+            case Collective():
+                device.collective(number, instruction)
+            case Record():
+                device.record(number, instruction)
+            case WaitEvent():
+                device.wait_event(number, instruction)
+            case Drop():
+                device.drop(number, instruction)
+            case Load():
+                device.load(number, instruction)
+            case Store():
+                device.store(number, instruction)
