@@ -52,8 +52,8 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v; each head of k and v serves as many heads of q as there are."""
     group = q.shape[2] // k.shape[2]
-    heads_first = (q.transpose(1, 2), *(t.transpose(1, 2).repeat_interleave(group, 1) for t in (k, v)))
-    return functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
+    keys, values = (t.transpose(1, 2).repeat_interleave(group, 1) for t in (k, v))
+    return functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values).transpose(1, 2)
 
 
 def guide(cond: Tensor, uncond: Tensor, scale: Tensor) -> Tensor:
@@ -64,9 +64,10 @@ def guide(cond: Tensor, uncond: Tensor, scale: Tensor) -> Tensor:
 def sum_blocks(stacked: Tensor, blocks: int) -> Tensor:
     """Adds ``blocks`` blocks of rows of (batch, blocks * rows, features), in order, in float32, rounded once."""
     wide = stacked.double() if stacked.dtype is torch.float64 else stacked.float()
-    total, *others = wide.unflatten(1, (blocks, -1)).unbind(1)
-    for other in others:
-        total = total + other
+    parts = wide.unflatten(1, (blocks, stacked.shape[1] // blocks)).unbind(1)
+    total: Tensor = parts[0]
+    for part in parts[1:]:
+        total = total + part
     return total.to(stacked.dtype)
 
 

@@ -13,9 +13,9 @@ from stepgraph.planner.diagnostics import CapabilityError, Diagnostic
 from stepgraph.planner.plan import Op, Plan, Run, View
 
 Stage = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Takes the input views of a ``Run``, in order; gives one tensor for each buffer that the ``Run`` allocates, in the order
-of first mention, with the buffer's elements in its order (batch, rows, cols). Views that are inputs and outputs are
-changed in place."""
+"""Takes the input views of a ``Run``, in order; gives one tensor for each buffer that the ``Run`` allocates, in the
+order of first mention, with the buffer's elements in its order (batch, rows, cols). Views that are inputs and outputs
+are changed in place."""
 
 StageMaker = Callable[[Plan, int, Run], Stage]
 """Makes the stage of one ``Run`` of a rank."""
@@ -178,7 +178,8 @@ def _no_made_up_stage(op: Op) -> Diagnostic:
 
 
 def _concat(site: _Site) -> Stage:
-    return lambda tensors: [torch.cat(list(tensors), dim=1)]
+    boxes = [site.box(view) for view in site.inputs]
+    return lambda tensors: [torch.cat([t.reshape(box) for t, box in zip(tensors, boxes, strict=True)], dim=1)]
 
 
 def _guide(site: _Site) -> Stage:

@@ -150,7 +150,7 @@ class CapturedStep:
         given = {**dict(zip(names, inputs, strict=False)), **named}
         results: dict[int, Outputs] = {}
 
-        def loop(rank: int) -> NamedLoop:
+        def loop(rank: int) -> Generator[NamedInputs, Outputs, None]:
             results[rank] = yield given
 
         self.session.drive(loop)
