@@ -15,7 +15,7 @@ from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.dump import dump_level
 from stepgraph.planner.expand import expand
 from stepgraph.planner.lower import lower
-from stepgraph.planner.memory import allocate, verify_memory
+from stepgraph.planner.memory import MemoryPlan, allocate, verify_memory
 from stepgraph.planner.opgraph import verify_opgraph
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.schedule import Schedule
@@ -45,6 +45,15 @@ PASSES = (
     Pass("allocate", allocate, verify_memory),
     Pass("lower", lower, verify_plan),
 )
+
+
+def check_schedule(schedule: Schedule) -> MemoryPlan:
+    """The levels up to memory, which find everything that is wrong with a schedule; no plan is written out.
+
+    Raises:
+        ScheduleError: every E2xx of the schedule, or E305.
+    """
+    return allocate(order(expand(schedule)))
 
 
 def compile_schedule(schedule: Schedule) -> Plan:

@@ -59,11 +59,17 @@ class Diagnostic:
 class StepgraphError(Exception):
     """An error that its reader can mend. ``diagnostics`` is never empty."""
 
-    exit_code = 1
-
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics = tuple(diagnostics)
         super().__init__("\n".join(d.render() for d in self.diagnostics))
+
+    @property
+    def exit_code(self) -> int:
+        """What a command that ends with this exits with: 1 findings, 2 usage or I/O, 3 a capability is missing."""
+        codes = {diagnostic.code for diagnostic in self.diagnostics}
+        if codes & {"E100", "E109", "E150"}:
+            return 2
+        return 3 if any(code.startswith("E6") for code in codes) else 1
 
 
 class ScheduleError(StepgraphError):
@@ -80,8 +86,6 @@ class ProofError(StepgraphError):
 
 class CapabilityError(StepgraphError):
     """This machine lacks what the command needs (E6xx)."""
-
-    exit_code = 3
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
+from pydantic.json_schema import JsonSchemaValue
 
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError, nearest
 from stepgraph.planner.ops import (
@@ -292,6 +293,12 @@ def load_schedule(path: Path, overrides: Overrides = ()) -> Schedule:
 def read_schedule(text: str, file: str, overrides: Overrides = ()) -> Schedule:
     """As load_schedule, from text; ``file`` is the name that diagnostics give."""
     return parse(read(text, file, overrides))
+
+
+def json_schema() -> JsonSchemaValue:
+    """The JSON Schema of a schedule file."""
+    schema = Document.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "stepgraph schedule", **schema}
 
 
 def schedule_path(given: str) -> Path:

@@ -17,6 +17,8 @@ from stepgraph.runtime.cpu_memory import Report, torch_dtype
 
 NamedInputs = Mapping[str, Tensor]
 Outputs = tuple[Tensor, ...]
+DeviceName = Literal["cpu", "cuda", "auto"]
+"""auto takes the best device that can run the plan."""
 NamedLoop = Generator[NamedInputs, Outputs, object]
 
 
@@ -38,7 +40,7 @@ class Session:
     def __init__(
         self,
         plan: Plan,
-        device: Literal["cpu", "cuda", "auto"] = "auto",
+        device: DeviceName = "auto",
         seed: int = 0,
         stages: StageMaker | None = None,
     ) -> None:

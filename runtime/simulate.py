@@ -13,7 +13,7 @@ from stepgraph.planner.plan import Plan
 from stepgraph.planner.schedule import Schedule, read_schedule
 from stepgraph.runtime.cpu_memory import Fault, Race, torch_dtype
 from stepgraph.runtime.denoise import denoise, sigma_pairs
-from stepgraph.runtime.session import NamedLoop, Session, random_inputs
+from stepgraph.runtime.session import DeviceName, NamedLoop, Session, random_inputs
 
 SLACK = 4.0
 """How many times the error of the unsharded model in the plan's dtype a sharded run may have."""
@@ -61,7 +61,9 @@ def _error(seen: list[tuple[Tensor, ...]], exact: list[tuple[Tensor, ...]]) -> f
     return max(float((got.double() - want.double()).abs().max()) for got, want in pairs)
 
 
-def simulate(plan: Plan, steps: int, seed: int, progress: Callable[[str], None] = lambda _: None) -> RunReport:
+def simulate(
+    plan: Plan, steps: int, seed: int, device: DeviceName = "cpu", progress: Callable[[str], None] = lambda _: None
+) -> RunReport:
     """Run ``steps`` denoising steps over all ranks, interleaved by ``seed``, with made-up weights and inputs.
 
     Raises:
@@ -75,7 +77,7 @@ def simulate(plan: Plan, steps: int, seed: int, progress: Callable[[str], None] 
 
     with torch.no_grad():
         progress(f"running {plan.world_size} ranks, {steps} steps")
-        with Session(plan, device="cpu", seed=seed) as session:
+        with Session(plan, device=device, seed=seed) as session:
             session.drive(loop)
             report = session.report
         progress("running the unsharded model in float64")

@@ -1,0 +1,166 @@
+"""The manual of every code: what it means and what mends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    title: str
+    text: str
+    cure: str
+
+
+CODES: dict[str, Entry] = {
+    "E100": Entry(
+        "a file can't be read",
+        "The path leads nowhere, to a folder, or to what is not UTF-8 text.",
+        "Give the path of a schedule, or the name of a shipped one.",
+    ),
+    "E101": Entry(
+        "this is not YAML",
+        "The file can't be taken apart into keys, values and lists.",
+        "Look at brackets, quotes and indentation there and in the line above; indent with spaces.",
+    ),
+    "E102": Entry(
+        "unknown key",
+        "A key that the language does not have at this place; nothing is ignored silently.",
+        "Take the nearest known key, or leave it out. `stepgraph explain KIND` lists the fields of an op.",
+    ),
+    "E103": Entry("wrong value", "The value is of another type, or out of its range.", "Write what is expected there."),
+    "E104": Entry("missing key", "A key that must be there is not.", "Add it."),
+    "E105": Entry("duplicate key", "A map has a key twice; parsers disagree on which one counts.", "Take one out."),
+    "E106": Entry(
+        "a value that means two things",
+        "YAML 1.1 reads `no` as false, `1:30` as 90 and `010` as 8; others read them as text or as numbers. "
+        "`y` and `n` are names here.",
+        "Write true or false, write numbers in decimal, or quote names.",
+    ),
+    "E107": Entry(
+        "a feature of YAML that schedules don't have",
+        "Anchors, aliases, merge keys, tags, several documents.",
+        "Write the value out.",
+    ),
+    "E108": Entry(
+        "too large",
+        "A file is at most 1 MiB, 50 levels deep, and holds at most 100,000 values.",
+        "Use `layers` and `each` to repeat ops.",
+    ),
+    "E109": Entry(
+        "a setting is not PATH=VALUE",
+        "`--set` takes dotted paths through maps, separated by commas.",
+        "Write it as --set model.layers=2,shape.seq=96.",
+    ),
+    "E150": Entry("not a plan", "The file can't be read, is cut off, or is another document.", "Compile the schedule."),
+    "E151": Entry(
+        "a plan of another version",
+        "Plans are read by the version that wrote them.",
+        "Compile the schedule again; the plan holds its text.",
+    ),
+    "E152": Entry("not what was hashed", "The plan was changed after it was written.", "Compile the schedule again."),
+    "E153": Entry(
+        "a plan that does not follow its schema",
+        "A field is missing, unknown or of another type.",
+        "Compile the schedule again.",
+    ),
+    "E154": Entry(
+        "a reference that leads nowhere",
+        "An index or a region lies outside of what it refers to.",
+        "Compile the schedule again.",
+    ),
+    "E201": Entry(
+        "read before it exists",
+        "No op above makes a tensor of this name, and it is no input. Inside `each`, "
+        "x means x.img if there is one, else the shared x.",
+        "Look at the nearest name, or move the op down.",
+    ),
+    "E202": Entry(
+        "never read",
+        "A tensor or input that nothing uses: work for nothing, or a misspelt reader. Told only "
+        "where nothing else is wrong.",
+        "Take the op or input out, or use what it makes.",
+    ),
+    "E203": Entry(
+        "placements that don't go together",
+        "A tensor is placed by sequence, by head, or is replicated, and "
+        "may be a partial sum. Replicated operands join any; other mixtures are errors.",
+        "Put a send, gather, shard, all_gather or all_reduce before the op.",
+    ),
+    "E204": Entry(
+        "shapes that don't go together",
+        "Operands differ in rows or features, or an op needs heads.",
+        "Compare the two shapes that the message gives.",
+    ),
+    "E205": Entry(
+        "heads fewer than ranks",
+        "Every Ulysses rank needs a head of q. Sequences may have empty shares.",
+        "Take fewer ulysses ranks, and use another axis for the others.",
+    ),
+    "E206": Entry(
+        "a send and its barrier",
+        "A send is closed by a barrier in the same list, before its name is defined "
+        "anew; a barrier closes at least one send; a send via nccl needs none.",
+        "Write `barrier: true` on the last send of the group, or `barrier: all` after it.",
+    ),
+    "E207": Entry(
+        "a block or stream that is not there",
+        "Blocks stand under `blocks`, streams under `streams`.",
+        "Take the nearest name.",
+    ),
+    "E208": Entry(
+        "a wrong number of operands",
+        "The op takes or gives another number of tensors, or lacks its name.",
+        "See `stepgraph explain KIND`.",
+    ),
+    "E209": Entry("one name for two ops", "Names identify weights and bindings within a block.", "Rename one."),
+    "E210": Entry(
+        "tensor parallelism that does not fit",
+        "Sizes are cut evenly over `tensor`; a column split makes features that are cut, and a row split takes them.",
+        "Pair a column split with a row split.",
+    ),
+    "E211": Entry(
+        "a size that is not there",
+        "A shape is made of numbers and of the names batch, hidden, heads, kv_heads, "
+        "head_dim, ffn, and the named lengths of seq.",
+        "Take the nearest name.",
+    ),
+    "E212": Entry(
+        "an output that can't be handed out",
+        "Outputs are whole on every rank at the end of the step.",
+        "End the step with an all_gather.",
+    ),
+    "E305": Entry(
+        "too few buffers",
+        "With so few targets in turn, a rank could write a layer's data over data of an "
+        "earlier layer that a peer still reads: no exchange lies between.",
+        "Write `buffers: auto`, or put a gather between the read and the next send.",
+    ),
+    "E401": Entry(
+        "deadlock",
+        "Instructions wait for each other in a circle, or for what never comes.",
+        "Look at the instructions that the message names.",
+    ),
+    "E601": Entry(
+        "a device that is not there",
+        "The device can't be used on this machine or in this version.",
+        "`stepgraph doctor` tells what is missing; the cpu device runs everywhere.",
+    ),
+    "E602": Entry(
+        "a stage that can't be made up",
+        "A `call` whose operands are cut over ranks and differ in width from "
+        "its outputs has no made-up stage that agrees with the unsharded model.",
+        "Bind the model's own.",
+    ),
+    "E603": Entry(
+        "nothing to denoise",
+        "A denoising loop updates the input that has the shape of the first output.",
+        "Give an input and the first output the same shape.",
+    ),
+    "E604": Entry("the session is closed", "A step or session was used after it was closed.", "Open another."),
+    "E605": Entry(
+        "an input of another kind",
+        "A step takes what its plan was compiled for: shape, dtype, device.",
+        "Compare expected and got; cast or compile for other sizes.",
+    ),
+}

@@ -1,0 +1,110 @@
+"""What all subcommands share: options, reading FILE, and printing data to stdout and diagnostics to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stepgraph.planner.plan import Plan
+    from stepgraph.planner.schedule import Schedule
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def format_option(function: Command) -> Command:
+    return click.option(
+        "--format", "style", type=click.Choice(["text", "json"]), default="text", help="Text or JSON on stdout."
+    )(function)
+
+
+def set_option(function: Command) -> Command:
+    return click.option(
+        "--set", "settings", multiple=True, metavar="PATH=VALUE", help="Set values, as model.layers=2,shape.seq=96."
+    )(function)
+
+
+def read_schedule_file(file: str, settings: tuple[str, ...]) -> Schedule:
+    """The schedule that FILE names, with its settings."""
+    from stepgraph.planner.schedule import load_schedule, schedule_path
+    from stepgraph.planner.source import parse_overrides
+
+    return load_schedule(schedule_path(file), parse_overrides(settings))
+
+
+def read_plan_or_schedule(file: str, settings: tuple[str, ...]) -> Plan:
+    """The plan in FILE; a schedule is compiled first, and a plan's own schedule again where there are settings."""
+    from pathlib import Path
+
+    from stepgraph.planner.compile import compile_schedule
+    from stepgraph.planner.plan import FORMAT, load_plan
+
+    path = Path(file)
+    if path.is_file():
+        with path.open("rb") as stream:
+            is_plan = FORMAT.encode() in stream.read(64)
+        if is_plan or path.suffix in (".plan", ".json"):
+            if settings:
+                raise click.UsageError("--set changes schedules; a plan is compiled already")
+            return load_plan(path)
+    return compile_schedule(read_schedule_file(file, settings))
+
+
+def emit_json(data: object) -> None:
+    click.echo(json.dumps(data, indent=2))
+
+
+def diagnostic_data(diagnostic: Diagnostic) -> dict[str, str | int | None]:
+    at = diagnostic.place
+    return {
+        "code": diagnostic.code,
+        "message": diagnostic.message,
+        "file": at.file if at else None,
+        "line": at.line if at else None,
+        "column": at.column if at else None,
+        "length": at.length if at else None,
+        "expected": diagnostic.expected,
+        "got": diagnostic.got,
+        "hint": diagnostic.hint,
+    }
+
+
+def tell(error: StepgraphError, style: str) -> None:
+    """Print an error's diagnostics: text to stderr, JSON to stdout."""
+    if style == "json":
+        emit_json({"ok": False, "diagnostics": [diagnostic_data(d) for d in error.diagnostics]})
+        return
+    for diagnostic in error.diagnostics:
+        click.echo(diagnostic.render(), err=True)
+    count = len(error.diagnostics)
+    click.echo(f"{count} error{'s' if count > 1 else ''}; `stepgraph explain {error.diagnostics[0].code}` tells more",
+               err=True)  # fmt: skip
+
+
+def progress(text: str) -> None:
+    """A line on stderr, for people only."""
+    if sys.stderr.isatty():
+        click.echo(f"... {text}", err=True)
+
+
+def console() -> Console:
+    """A console on stdout that honours NO_COLOR, as wide as what it is given where stdout is no terminal."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: 203.7 MB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes} B"
