@@ -80,7 +80,7 @@ def topics() -> dict[str, Topic]:
 @click.argument("topic", required=False)
 @format_option
 def command(topic: str | None, style: str) -> int:
-    """Explain a code (E206), an op kind (send), a field (send.barrier) or a section (mesh). Without a TOPIC, list all."""
+    """Explain a code (E206), an op kind (send), a field (send.barrier) or a section (mesh). Without TOPIC, list all."""
     known = topics()
     if topic is None:
         if style == "json":

@@ -106,10 +106,10 @@ def command(file: str, rank: int, layer: int | None, everything: bool, settings:
     for stream in plan.streams:
         table.add_column(stream)
     following = rows[0][0] if rows else 0
-    for number, at, stream, what in rows:
+    for number, at, column, what in rows:
         if number > following:
             table.add_row("...", "", f"{number - following} more, alike", *[""] * (len(plan.streams) - 1))
-        cells = [what if index == stream else "" for index in range(len(plan.streams))]
+        cells = [what if index == column else "" for index in range(len(plan.streams))]
         table.add_row(str(number), "" if at is None else str(at), *cells)
         following = number + 1
     console().print(table)

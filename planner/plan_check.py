@@ -1,0 +1,217 @@
+"""Whether a plan's references lead somewhere: indices, regions, sizes. A plan may come from anywhere."""
+
+from __future__ import annotations
+
+from math import prod
+
+from stepgraph.planner.plan import (
+    ALIGNMENT,
+    Buffer,
+    Collective,
+    Drop,
+    Instruction,
+    Load,
+    Plan,
+    RankProgram,
+    Record,
+    Region,
+    Reset,
+    Run,
+    Send,
+    Signal,
+    Store,
+    Wait,
+    WaitEvent,
+)
+
+MAX_SIZE = 1 << 50
+"""No size, offset or count of a plan is larger."""
+
+
+class _Broken(Exception):
+    """The first thing that is wrong."""
+
+
+def _need(holds: bool, problem: str) -> None:
+    if not holds:
+        raise _Broken(problem)
+
+
+def _index(value: int, length: int, what: str) -> None:
+    if not 0 <= value < length:
+        raise _Broken(f"{what} {value} of {length}")
+
+
+def _inside(region: Region, rows: int, cols: int, what: str) -> None:
+    fits = (
+        region.row >= 0
+        and region.rows >= 0
+        and region.col >= 0
+        and region.cols >= 0
+        and region.row + region.rows <= rows
+        and region.col + region.cols <= cols
+    )
+    if not fits:
+        raise _Broken(f"{what} lies outside of its buffer")
+
+
+def _within(inner: Region, outer: Region, what: str) -> None:
+    fits = (
+        inner.row >= outer.row
+        and inner.col >= outer.col
+        and inner.row + inner.rows <= outer.row + outer.rows
+        and inner.col + inner.cols <= outer.col + outer.cols
+    )
+    if not fits:
+        raise _Broken(f"{what} lies outside of its view")
+
+
+def _tables(plan: Plan) -> None:
+    world = len(plan.ranks)
+    _need(0 < world <= 4096, f"{world} ranks")
+    _need(
+        all(axis.size > 0 for axis in plan.mesh) and prod(a.size for a in plan.mesh) == world, "ranks and mesh differ"
+    )
+    _need(bool(plan.streams), "no stream")
+    _need(0 <= plan.arena_bytes <= MAX_SIZE and 0 <= plan.flag_slots <= MAX_SIZE, "a size")
+    for group in plan.groups:
+        _need(len(group) == len(set(group)) > 0, "a group names a rank twice, or none")
+        for rank in group:
+            _index(rank, world, "rank")
+    for exchange in plan.exchanges:
+        _index(exchange.group, len(plan.groups), "group")
+        _index(exchange.op, len(plan.ops), "op")
+    for target in plan.targets:
+        aligned = target.offset >= 0 and target.offset % ALIGNMENT == 0
+        _need(aligned and target.nbytes >= 0, f"the offset of target {target.name}")
+        _need(target.offset + target.nbytes <= plan.arena_bytes, f"target {target.name} lies outside of the arena")
+    for entry in plan.inputs:
+        _need(all(size >= 0 for size in (*entry.shape, *entry.box)), f"input {entry.name}")
+        _need(prod(entry.shape) == prod(entry.box), f"the box of input {entry.name}")
+
+
+def _memory(plan: Plan, program: RankProgram) -> None:
+    _need(len(program.buffers) >= len(plan.targets), "a rank lacks a target")
+    for number, buffer in enumerate(program.buffers):
+        sizes = (buffer.batch, buffer.rows, buffer.cols)
+        _need(min(sizes) >= 0 and max(sizes) <= MAX_SIZE and buffer.nbytes <= MAX_SIZE, f"the size of {buffer.name}")
+        _index(buffer.stream, len(plan.streams), "stream")
+        if number < len(plan.targets):
+            _need(buffer.nbytes <= plan.targets[number].nbytes, f"{buffer.name} is larger than its target")
+    for view in program.views:
+        _index(view.buffer, len(program.buffers), "buffer")
+        buffer = program.buffers[view.buffer]
+        _inside(view.region, buffer.rows, buffer.cols, f"a view of {buffer.name}")
+        _need(min(view.shape, default=1) >= 0, f"the shape of a view of {buffer.name}")
+        elements = buffer.batch * view.region.rows * view.region.cols
+        _need(prod(view.shape) == elements, f"the shape of a view of {buffer.name}")
+
+
+class _Instructions:
+    """Checks the instructions of one rank."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.program = plan.ranks[rank]
+
+    def view(self, view: int) -> Buffer:
+        _index(view, len(self.program.views), "view")
+        return self.program.buffers[self.program.views[view].buffer]
+
+    def send(self, item: Send) -> None:
+        plan = self.plan
+        _index(item.op, len(plan.ops), "op")
+        _index(item.exchange, len(plan.exchanges), "exchange")
+        source = self.view(item.source)
+        _within(item.source_region, self.program.views[item.source].region, "what is sent")
+        _index(item.peer, len(plan.ranks), "rank")
+        _index(item.target, len(plan.targets), "target")
+        target = plan.ranks[item.peer].buffers[item.target]
+        _inside(item.region, target.rows, target.cols, f"what is sent into {target.name}")
+        _alike(source, item.source_region, target, item.region)
+
+    def parts(self, item: Collective) -> None:
+        _index(item.op, len(self.plan.ops), "op")
+        _index(item.exchange, len(self.plan.exchanges), "exchange")
+        group = self.plan.groups[self.plan.exchanges[item.exchange].group]
+        for part in (*item.outgoing, *item.incoming):
+            self.view(part.view)
+            _within(part.region, self.program.views[part.view].region, "a part of a collective")
+            _need(part.peer in group, f"rank {part.peer} is not in the group of a collective")
+
+    def check(self, item: Instruction) -> None:
+        plan, program = self.plan, self.program
+        _index(item.stream, len(plan.streams), "stream")
+        match item:
+            case Run():
+                _index(item.op, len(plan.ops), "op")
+                for number in (*item.inputs, *item.outputs):
+                    self.view(number)
+                _need(bool(item.outputs), "a stage without outputs")
+            case Send():
+                self.send(item)
+            case Signal() | Wait() | Reset():
+                _index(item.exchange, len(plan.exchanges), "exchange")
+                for flag in item.flags:
+                    _index(flag.slot, plan.flag_slots, "flag slot")
+                    _index(flag.peer, len(plan.ranks), "rank")
+            case Collective():
+                self.parts(item)
+            case Record() | WaitEvent():
+                _need(item.event >= 0, "an event below 0")
+            case Drop():
+                _index(item.buffer, len(program.buffers), "buffer")
+                _need(item.buffer >= len(plan.targets), "a target is dropped")
+            case Load():
+                _index(item.input, len(plan.inputs), "input")
+                buffer, view = self.view(item.view), program.views[item.view]
+                batch, rows, cols = plan.inputs[item.input].box
+                _need(item.batch >= 0 and item.batch + buffer.batch <= batch, "the batches of an input")
+                _inside(item.region, rows, cols, "the share of an input")
+                alike = (item.region.rows, item.region.cols) == (view.region.rows, view.region.cols)
+                _need(alike, "an input and its view differ in shape")
+            case Store():
+                _index(item.output, len(plan.outputs), "output")
+                self.view(item.view)
+                same = program.views[item.view].shape == plan.outputs[item.output].shape
+                _need(same, "an output and its view differ in shape")
+
+
+def _alike(source: Buffer, cut: Region, target: Buffer, laid: Region) -> None:
+    shapes = (source.batch, cut.rows, cut.cols) == (target.batch, laid.rows, laid.cols)
+    if not shapes or source.dtype is not target.dtype:
+        raise _Broken(f"what is sent from {source.name} to {target.name} differs in shape or dtype")
+
+
+def _collectives(plan: Plan) -> None:
+    """What one member gives another is what that one takes."""
+    calls: dict[tuple[int, int], Collective] = {}
+    for rank, program in enumerate(plan.ranks):
+        calls.update({(rank, i.exchange): i for i in program.instructions if isinstance(i, Collective)})
+    for (giver, number), call in calls.items():
+        for taker in plan.groups[plan.exchanges[number].group]:
+            other = calls.get((taker, number))
+            if other is None:
+                continue  # a member that stays away is for the verifier to tell
+            given = [part for part in call.outgoing if part.peer == taker]
+            taken = [part for part in other.incoming if part.peer == giver]
+            _need(len(given) == len(taken), f"{plan.exchanges[number].name} gives other parts than it takes")
+            for out, into in zip(given, taken, strict=True):
+                source = plan.ranks[giver].buffers[plan.ranks[giver].views[out.view].buffer]
+                target = plan.ranks[taker].buffers[plan.ranks[taker].views[into.view].buffer]
+                _alike(source, out.region, target, into.region)
+
+
+def check_plan(plan: Plan) -> str | None:
+    """One sentence on the first reference that leads nowhere; None for a plan that is whole."""
+    try:
+        _tables(plan)
+        for rank, program in enumerate(plan.ranks):
+            _memory(plan, program)
+            checker = _Instructions(plan, rank)
+            for item in program.instructions:
+                checker.check(item)
+        _collectives(plan)
+    except _Broken as broken:
+        return str(broken)
+    return None

@@ -1,0 +1,74 @@
+"""What the verifier has to tell, and how an instruction is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepgraph.planner.diagnostics import Diagnostic, Place
+from stepgraph.planner.plan import Instruction, Plan
+from stepgraph.planner.verify.order import Step
+
+MAX_FINDINGS = 20
+"""More of a kind tell nothing new."""
+
+CODES = {
+    "E301": "race on a target",
+    "E302": "race on local memory",
+    "E303": "race at the wrap from one replay to the next",
+    "E304": "memory is dropped before its last use is done",
+    "E401": "deadlock",
+    "E402": "exchanges of one rank are not ordered",
+    "E403": "two ranks have exchanges in different orders",
+    "E404": "a flag's write, wait and reset do not match one to one",
+    "E405": "a flag is written again before its writer can know of its reset",
+    "E406": "an exchange does not span its group",
+    "E407": "an event is not recorded once and then waited for",
+    "E408": "a stream works before it has entered the capture",
+    "E409": "a stream is not joined at the end",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    code: str
+    message: str
+    place: Place | None = None
+    expected: str = ""
+    got: str = ""
+    hint: str = ""
+
+    def diagnostic(self) -> Diagnostic:
+        return Diagnostic(self.code, self.message, self.place, self.expected, self.got, self.hint)
+
+
+def op_of(plan: Plan, item: Instruction) -> int | None:
+    """The op that an instruction belongs to, if it belongs to one."""
+    op = getattr(item, "op", None)
+    if op is None and getattr(item, "exchange", None) is not None:
+        op = plan.exchanges[getattr(item, "exchange")].op  # noqa: B009
+    return op if isinstance(op, int) else None
+
+
+def name(plan: Plan, step: Step) -> str:
+    """An instruction with everything that tells it from others."""
+    item = plan.ranks[step.rank].instructions[step.number]
+    op = op_of(plan, item)
+    what: str = item.do
+    if op is not None:
+        found = plan.ops[op]
+        layer = "" if found.layer is None else f"[{found.layer}]"
+        what = f"{item.do} {found.name}{layer}, line {found.line}"
+    where = f"rank {step.rank}, stream {plan.streams[item.stream]}, instruction {step.number}"
+    return f"{what} ({where}, replay {step.replay})"
+
+
+def place(plan: Plan, step: Step) -> Place | None:
+    """The line of the schedule that an instruction comes from."""
+    op = op_of(plan, plan.ranks[step.rank].instructions[step.number])
+    if op is None:
+        return None
+    line = plan.ops[op].line
+    lines = plan.source.text.split("\n")
+    text = lines[line - 1] if 0 < line <= len(lines) else ""
+    indent = len(text) - len(text.lstrip())
+    return Place(plan.source.file, line, indent + 1, max(1, len(text.strip())), text)

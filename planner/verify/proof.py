@@ -1,0 +1,72 @@
+"""The proof: a plan is free of races and deadlocks over all ranks and replays, or what is wrong with it.
+
+Knows nothing of how the plan was made. Two replays are unrolled: every edge that crosses replays reaches from one to
+the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepgraph.planner.plan import ExchangeKind, Plan, Protocol
+from stepgraph.planner.verify import flags
+from stepgraph.planner.verify.findings import MAX_FINDINGS, Finding, name, place
+from stepgraph.planner.verify.order import order_of
+from stepgraph.planner.verify.races import races
+
+REPLAYS = 2
+
+_ALWAYS = (
+    "a rank's replay starts when its last one is done, and nothing else touches its arena, flags or buffers",
+    "instructions of a stream run in order, and an event covers all that was issued before its record",
+)
+_BY_PROTOCOL = {
+    Protocol.MEMOP: (
+        "a stream memory write is seen after the copies before it on its stream, also by a peer (CUDA documents a "
+        "fence before it, and does not name copies by copy engines)",
+        "a stream memory wait makes what was written before the awaited value visible to its stream",
+    ),
+    Protocol.COPY: ("copies of one stream to one peer land in order",),
+    Protocol.KERNEL: ("a kernel's system-scope release and acquire order the copies before it on its stream",),
+}
+_COLLECTIVES = "collectives of a communicator run in the order of issue, and none finishes before all members start"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    findings: tuple[Finding, ...]
+    assumptions: tuple[str, ...]
+    """Of the hardware and the caller; the proof holds where they do."""
+    replays: int
+    nodes: int
+    accesses: int
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+
+def assumptions(plan: Plan) -> tuple[str, ...]:
+    """What the proof takes for granted, given what the plan uses."""
+    protocols = [exchange.protocol for exchange in plan.exchanges if exchange.protocol is not None]
+    found = [*_ALWAYS]
+    for protocol in dict.fromkeys(protocols):
+        found += _BY_PROTOCOL[protocol]
+    if any(exchange.kind is ExchangeKind.COLLECTIVE for exchange in plan.exchanges):
+        found.append(_COLLECTIVES)
+    return tuple(found)
+
+
+def prove(plan: Plan) -> Proof:
+    """Check every rule of the plan. Findings are errors; a plan without any is proven, under the assumptions."""
+    order = order_of(plan, REPLAYS)
+    found = [*flags.events(plan), *flags.spans(plan)]
+    if order.stuck:
+        heads = "; ".join(name(plan, step) for step in order.stuck)
+        found.append(Finding("E401", "the step does not finish", place(plan, order.stuck[0]),
+                             "every instruction can run in some order", f"these wait for ever: {heads}",
+                             "what they wait for is missing, or comes after them"))  # fmt: skip
+        return Proof(tuple(found[:MAX_FINDINGS]), assumptions(plan), REPLAYS, len(order.chain), 0)
+    found += [*flags.joins(plan, order), *flags.words(plan, order), *flags.exchange_order(plan, order)]
+    raced, compared = races(plan, order)
+    return Proof(tuple((found + raced)[:MAX_FINDINGS]), assumptions(plan), REPLAYS, len(order.chain), compared)
