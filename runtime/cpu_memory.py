@@ -119,8 +119,9 @@ class RankMemory:
         )
 
     def region(self, buffer: int, region: Region) -> Tensor:
-        """(batch, rows, cols) of a buffer, which must be there."""
-        return self.tensors[buffer][:, region.row : region.row + region.rows, region.col : region.col + region.cols]
+        """(batch, rows, cols) of a buffer; poison where nothing has been written yet."""
+        found = self.tensors[buffer] if buffer in self.tensors else self.allocate(buffer)
+        return found[:, region.row : region.row + region.rows, region.col : region.col + region.cols]
 
     def view(self, view: View) -> Tensor:
         return self.region(view.buffer, view.region).view(view.shape)
