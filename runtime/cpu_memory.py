@@ -169,15 +169,14 @@ class Movements:
         """After an exchange: each buffer of ``rank`` that it closes holds what its group sent."""
         group = self.plan.groups[self.plan.exchanges[exchange].group]
         for moved, buffer in self.closed[exchange, rank].items():
-            # A member without rows sends nothing.
+            # A member without rows sends nothing, and nothing is sent to one that ends with none.
             sources = [self.sent[moved, member, replay] for member in group if (moved, member, replay) in self.sent]
-            ends = [self.closed[exchange, member].get(moved) for member in group]
-            boxes = [self.memories[m].program.buffers[b] for m, b in zip(group, ends, strict=True) if b is not None]
+            ends = [self.closed[exchange, member].get(moved, buffer) for member in group]
+            boxes = [self.memories[m].program.buffers[b] for m, b in zip(group, ends, strict=True)]
             got = self.memories[rank].tensors[buffer]
             self.report.movements_checked += 1
-            want = None
-            if sources and len(boxes) == len(group):
-                want = assemble(self.plan.ops[moved[0]].kind, sources, boxes, group.index(rank))
+            kind = self.plan.ops[moved[0]].kind
+            want = assemble(kind, sources, boxes, group.index(rank)) if sources else None
             if want is None or want.shape != got.shape or not torch.equal(_bits(got), _bits(want)):
                 self.report.movement_exact = False
 

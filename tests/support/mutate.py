@@ -53,7 +53,8 @@ def send_behind_barrier(plan: Plan, rank: int) -> Iterator[Mutant]:
         if not isinstance(item, Send) or item.peer == rank:
             continue
         signal = next(
-            (n for n, i in enumerate(items) if n > number and isinstance(i, Signal) and i.exchange == item.exchange), None
+            (n for n, i in enumerate(items) if n > number and isinstance(i, Signal) and i.exchange == item.exchange),
+            None,
         )
         if signal is not None:
             moved = [*items[:number], *items[number + 1 : signal + 1], item, *items[signal + 1 :]]
@@ -73,8 +74,7 @@ def fault_of(plan: Plan, seed: int, replays: int = 3) -> str | None:
     inputs = [random_inputs(plan, seed * 1000 + number) for number in range(replays)]
 
     def loop(rank: int) -> Generator[dict[str, Tensor], tuple[Tensor, ...], None]:
-        for step in inputs:
-            yield step
+        yield from inputs
 
     with torch.no_grad(), Session(plan, device="cpu", seed=seed) as session:
         try:
