@@ -130,16 +130,83 @@ CODES: dict[str, Entry] = {
         "Outputs are whole on every rank at the end of the step.",
         "End the step with an all_gather.",
     ),
+    "E301": Entry(
+        "race on a target",
+        "Two ranks touch the same bytes of a target, one of them writing, and nothing orders them within a replay.",
+        "Let an exchange lie between them: more buffers, or a gather before the next send.",
+    ),
+    "E302": Entry(
+        "race on local memory",
+        "Two streams of a rank touch the same bytes of a tensor, one of them writing, and nothing orders them.",
+        "Let the second wait for an event that is recorded after the first.",
+    ),
+    "E303": Entry(
+        "race at the wrap",
+        "As E301 or E302, between the end of one replay and the start of the next, when ranks run ahead of each other.",
+        "End the step with an exchange that all readers enter after their reads.",
+    ),
+    "E304": Entry(
+        "dropped too early",
+        "A tensor's memory is given back while an op still uses it, or before one does.",
+        "Drop it where its own stream has waited for all readers.",
+    ),
     "E305": Entry(
         "too few buffers",
         "With so few targets in turn, a rank could write a layer's data over data of an "
         "earlier layer that a peer still reads: no exchange lies between.",
         "Write `buffers: auto`, or put a gather between the read and the next send.",
     ),
+    "E306": Entry(
+        "data overwritten before it is read",
+        "Two targets share bytes, and one is written while the other still holds what is to be read.",
+        "Place the two targets apart; the planner does so.",
+    ),
     "E401": Entry(
         "deadlock",
         "Instructions wait for each other in a circle, or for what never comes.",
         "Look at the instructions that the message names.",
+    ),
+    "E402": Entry(
+        "unordered exchanges",
+        "Two handshakes or collectives of a rank are on two streams with no order. Hardware queues may run them one "
+        "after another in either order, and differently on each rank: then they wait for each other for ever.",
+        "Put them on one stream, or let the second wait for the first.",
+    ),
+    "E403": Entry(
+        "exchanges in different orders",
+        "Two ranks that share two exchanges enter them in different orders.",
+        "Issue exchanges in one order on all ranks.",
+    ),
+    "E404": Entry(
+        "a flag that does not match",
+        "A flag word has one writer, one wait and one reset in a replay, in the owner's order wait, reset; a kernel "
+        "handshake has no reset.",
+        "Give every handshake of a step words of its own.",
+    ),
+    "E405": Entry(
+        "a flag written too early",
+        "The next replay's write of a flag may come before its reset, and is then lost.",
+        "Add a second exchange of the same ranks to the step, or a closing handshake.",
+    ),
+    "E406": Entry(
+        "a member that stays away",
+        "Every member of a group takes part in its exchanges once a replay, also with an empty share.",
+        "Let it signal and wait like the others.",
+    ),
+    "E407": Entry(
+        "an event out of turn",
+        "An event is recorded once, and waited for after that in the order of issue.",
+        "Take a fresh event for each edge.",
+    ),
+    "E408": Entry(
+        "a stream outside of the capture",
+        "A stream enters a capture by waiting for an event of a stream that is in it; this one works before.",
+        "Let it wait for an event of the origin first.",
+    ),
+    "E409": Entry(
+        "a stream that is not joined",
+        "A capture ends on the origin, which must have waited for everything.",
+        "Let the origin wait for an event recorded at the stream's end.",
     ),
     "E601": Entry(
         "a device that is not there",

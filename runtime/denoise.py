@@ -15,11 +15,16 @@ TRAIN_TIMESTEPS = 1000
 
 
 def sigmas(steps: int, shift: float = 1.0) -> list[float]:
-    """Noise levels from 1 down to 0, ``steps`` + 1 of them, evenly spaced to 1/1000 and then shifted by
-    s * sigma / (1 + (s - 1) * sigma), as the flow-match Euler scheduler of diffusers has them by default."""
-    last = 1 / TRAIN_TIMESTEPS
+    """Noise levels from 1 down to 0, ``steps`` + 1 of them, as the flow-match Euler scheduler of diffusers has them:
+    evenly spaced between the shifted levels of the first and the last training timestep, then shifted, where the shift
+    of sigma is shift * sigma / (1 + (shift - 1) * sigma)."""
+
+    def shifted(sigma: float) -> float:
+        return shift * sigma / (1 + (shift - 1) * sigma)
+
+    last = shifted(1 / TRAIN_TIMESTEPS)
     spaced = [1 - (1 - last) * index / (steps - 1) for index in range(steps)] if steps > 1 else [1.0]
-    return [shift * sigma / (1 + (shift - 1) * sigma) for sigma in spaced] + [0.0]
+    return [*map(shifted, spaced), 0.0]
 
 
 def sigma_pairs(steps: int, shift: float = 1.0) -> list[tuple[float, float]]:
@@ -29,9 +34,11 @@ def sigma_pairs(steps: int, shift: float = 1.0) -> list[tuple[float, float]]:
 
 
 def euler(latents: Tensor, noise: Tensor, sigma: float, next_sigma: float) -> Tensor:
-    """The flow-match Euler update: latents + (next_sigma - sigma) * noise, rounded to the latents' dtype."""
+    """The flow-match Euler update: latents + (next_sigma - sigma) * noise. As in diffusers, the step is a float32
+    number, the product has the noise's dtype, and the sum is made in float32 and rounded to the latents' dtype."""
     wide = latents if latents.dtype is torch.float64 else latents.float()
-    return (wide + (next_sigma - sigma) * noise.to(wide.dtype)).to(latents.dtype)
+    step = torch.tensor(next_sigma, dtype=torch.float32) - torch.tensor(sigma, dtype=torch.float32)
+    return (wide + (step * noise).to(wide.dtype)).to(latents.dtype)
 
 
 def latents_name(plan: Plan) -> str:

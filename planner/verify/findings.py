@@ -8,14 +8,15 @@ from stepgraph.planner.diagnostics import Diagnostic, Place
 from stepgraph.planner.plan import Instruction, Plan
 from stepgraph.planner.verify.order import Step
 
-MAX_FINDINGS = 20
-"""More of a kind tell nothing new."""
+MAX_FINDINGS = 5
+"""Of one code; more tell nothing new."""
 
 CODES = {
     "E301": "race on a target",
     "E302": "race on local memory",
     "E303": "race at the wrap from one replay to the next",
     "E304": "memory is dropped before its last use is done",
+    "E306": "data is overwritten before it is read",
     "E401": "deadlock",
     "E402": "exchanges of one rank are not ordered",
     "E403": "two ranks have exchanges in different orders",
@@ -39,6 +40,17 @@ class Finding:
 
     def diagnostic(self) -> Diagnostic:
         return Diagnostic(self.code, self.message, self.place, self.expected, self.got, self.hint)
+
+
+def first_of_each(findings: list[Finding]) -> tuple[Finding, ...]:
+    """The first few findings of each code."""
+    counts: dict[str, int] = {}
+    kept = []
+    for finding in findings:
+        counts[finding.code] = counts.get(finding.code, 0) + 1
+        if counts[finding.code] <= MAX_FINDINGS:
+            kept.append(finding)
+    return tuple(kept)
 
 
 def op_of(plan: Plan, item: Instruction) -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stepgraph.planner.plan import ExchangeKind, Plan, Protocol
 from stepgraph.planner.verify import flags
-from stepgraph.planner.verify.findings import MAX_FINDINGS, Finding, name, place
+from stepgraph.planner.verify.findings import Finding, first_of_each, name, place
 from stepgraph.planner.verify.order import order_of
 from stepgraph.planner.verify.races import races
 
@@ -66,7 +66,7 @@ def prove(plan: Plan) -> Proof:
         found.append(Finding("E401", "the step does not finish", place(plan, order.stuck[0]),
                              "every instruction can run in some order", f"these wait for ever: {heads}",
                              "what they wait for is missing, or comes after them"))  # fmt: skip
-        return Proof(tuple(found[:MAX_FINDINGS]), assumptions(plan), REPLAYS, len(order.chain), 0)
+        return Proof(first_of_each(found), assumptions(plan), REPLAYS, len(order.chain), 0)
     found += [*flags.joins(plan, order), *flags.words(plan, order), *flags.exchange_order(plan, order)]
     raced, compared = races(plan, order)
-    return Proof(tuple((found + raced)[:MAX_FINDINGS]), assumptions(plan), REPLAYS, len(order.chain), compared)
+    return Proof(first_of_each(found + raced), assumptions(plan), REPLAYS, len(order.chain), compared)

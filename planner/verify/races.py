@@ -165,11 +165,51 @@ def races(plan: Plan, order: Order) -> tuple[list[Finding], int]:
     for (_, is_target, _), group in groups.items():
         if not is_target:
             found += _after_drop(plan, order, group)
+        else:
+            found += _overwritten(plan, order, group, bytes_of)
+        per_code: dict[str, int] = defaultdict(int)
         for one, two in _pairs(plan, order, group, bytes_of):
-            found.append(_finding(plan, one, two))
-            if len(found) >= MAX_FINDINGS:
-                return found, total
+            finding = _finding(plan, one, two)
+            per_code[finding.code] += 1
+            if per_code[finding.code] <= MAX_FINDINGS:
+                found.append(finding)
     return found, total
+
+
+def _overwritten(plan: Plan, order: Order, group: list[Access], bytes_of: _Bytes) -> Iterator[Finding]:
+    """Reads of a target whose bytes another target's write has replaced since they were written. No race need be in
+    it: targets may share bytes only while neither holds what is still to be read."""
+    if len({access.buffer for access in group}) < 2:
+        return
+    writes = [access for access in group if access.writes]
+    ends = np.array([order.end[w.step] for w in writes])
+    begins = np.array([order.begin[w.step] for w in writes])
+    chains, positions = order.chain[ends], order.position[ends]
+    known = positions[:, None] <= order.clocks[begins][:, chains].T
+    buffers = np.array([w.buffer for w in writes])
+    for read in (access for access in group if not access.writes):
+        done = order.clocks[order.begin[read.step], chains] >= positions
+        latest: dict[tuple[int, Region], int] = {}  # of each sender and region, whose writes are ordered
+        for index in map(int, np.flatnonzero(done & (buffers == read.buffer))):
+            key = (writes[index].step.rank, writes[index].region)
+            if key not in latest or positions[index] > positions[latest[key]]:
+                latest[key] = index
+        for index in latest.values():
+            source = writes[index]
+            later = done & (buffers != read.buffer) & np.logical_not(known[:, index])
+            for other in map(int, np.flatnonzero(later)):
+                late = writes[other]
+                if bytes_of.meet(read.owner, source.buffer, source.region, late.buffer, late.region):
+                    yield Finding(
+                        "E306",
+                        f"{plan.ranks[read.owner].buffers[read.buffer].name} of rank {read.owner} is overwritten "
+                        "before it is read",
+                        place(plan, late.step),
+                        f"{name(plan, late.step)} after {name(plan, read.step)}",
+                        "before it, into the same bytes",
+                        "place the two targets apart",
+                    )
+                    return
 
 
 def _after_drop(plan: Plan, order: Order, group: list[Access]) -> Iterator[Finding]:

@@ -1,0 +1,68 @@
+"""The unsharded interpreter against a model written out by hand."""
+
+import torch
+from support.sizes import small_schedule
+from torch import Tensor
+from torch.nn import functional
+
+from stepgraph.kernels.unsharded import Unsharded
+from stepgraph.kernels.weights import MadeUpWeights
+from stepgraph.planner.schedule import load_schedule, schedule_path
+
+D = torch.float64
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=D)
+
+
+def test_quickstart_by_hand() -> None:
+    model = Unsharded(load_schedule(schedule_path("quickstart")), seed=5)
+    w = MadeUpWeights(5)
+    latents, timestep, rope = randn(1, 96, 16), randn(1), randn(96, 16)
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), weight, 1e-6)
+
+    def turn(x: Tensor) -> Tensor:
+        turned = torch.complex(x[..., :8], x[..., 8:]) * torch.complex(rope[:, :8], rope[:, 8:])[:, None]
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    embed = [
+        w.matrix("step.embed", None, "weight0.0", (16, 64), D),
+        w.matrix("step.embed", None, "weight0.1", (1, 64), D),
+    ]
+    x = functional.silu(torch.tanh(latents) @ embed[0] + torch.tanh(timestep.reshape(1, 1, 1)) @ embed[1])
+    for layer in range(2):
+        block = "self_attention"
+        h = norm(x, w.scale(f"{block}.norm", layer, "weight", 64, D))
+        q, k, v = (
+            (h @ w.matrix(f"{block}.qkv", layer, f"weight{i}", (64, 128), D)).unflatten(2, (8, 16)) for i in range(3)
+        )
+        q = turn(norm(q, w.scale(f"{block}.norm_rope", layer, "weight0", 16, D)))
+        k = turn(norm(k, w.scale(f"{block}.norm_rope", layer, "weight1", 16, D)))
+        o = torch.einsum("bhqk,bkhd->bqhd", (torch.einsum("bqhd,bkhd->bhqk", q, k) / 4).softmax(-1), v)
+        x = x + o.flatten(2) @ w.matrix(f"{block}.out_proj", layer, "weight0", (128, 64), D)
+        h = norm(x, w.scale(f"{block}.norm2", layer, "weight", 64, D))
+        up, down = (
+            w.matrix(f"{block}.mlp", layer, "up", (64, 128), D),
+            w.matrix(f"{block}.mlp", layer, "down", (128, 64), D),
+        )
+        x = x + functional.gelu(h @ up) @ down
+    want = functional.silu(torch.tanh(x) @ w.matrix("step.head", None, "weight0.0", (64, 16), D))
+    (got,) = model({"latents": latents, "timestep": timestep, "rope": rope})
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_unnamed_repeats_have_weights_of_their_own() -> None:
+    model = Unsharded(small_schedule("flux_1024_u4"), seed=0)
+    names = set(model.names.values())
+    assert {"dual.norm", "dual.norm_2", "dual.modulate", "dual.modulate_2", "single.norm"} <= names
+
+
+def test_interpreter_uses_no_plan() -> None:
+    import stepgraph.kernels.unsharded as module
+
+    passes = {"expand", "opgraph", "streams", "memory", "lower", "plan", "compile", "values", "shares"}
+    imported = {value.__module__.rpartition(".")[2] for value in vars(module).values() if hasattr(value, "__module__")}
+    assert not imported & passes
