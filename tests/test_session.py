@@ -1,0 +1,144 @@
+"""The session and its step: what they accept, what they refuse, and that they end cleanly."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import stepgraph
+from stepgraph.planner.diagnostics import CapabilityError, StepgraphError
+from stepgraph.planner.plan import Plan
+from stepgraph.runtime.session import CapturedStep, Session, random_inputs
+from stepgraph.runtime.simulate import schedule_of
+
+TINY = {"shape.seq": 9, "model.hidden": 16, "model.head_dim": 2, "model.ffn": 8}
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return stepgraph.compile("quickstart", TINY)
+
+
+def test_loop_of_a_user(plan: Plan) -> None:
+    inputs = random_inputs(plan, 0)
+    latents, rope = inputs["latents"], inputs["rope"]
+    with torch.no_grad(), stepgraph.Session(plan, device="cpu", seed=1) as session:
+        step = session.capture()
+        for sigma, next_sigma in stepgraph.sigma_pairs(4):
+            noise = step(latents=latents, timestep=torch.full((1,), 1000 * sigma), rope=rope)
+            assert isinstance(noise, Tensor)
+            latents = latents + (next_sigma - sigma) * noise
+        assert session.report.ok
+        assert session.report.replays == 4
+    assert torch.isfinite(latents).all()
+
+
+def test_same_as_the_unsharded_model_by_position(plan: Plan) -> None:
+    from stepgraph.kernels.unsharded import Unsharded
+
+    inputs = random_inputs(plan, 3)
+    with torch.no_grad(), Session(plan, device="auto", seed=2) as session:
+        noise = session.capture()(*inputs.values())
+    (want,) = Unsharded(schedule_of(plan), 2)(inputs)
+    assert isinstance(noise, Tensor)
+    torch.testing.assert_close(noise.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_are_the_callers_own_and_inputs_stay(plan: Plan) -> None:
+    inputs = random_inputs(plan, 0)
+    before = {name: tensor.clone() for name, tensor in inputs.items()}
+    with torch.no_grad(), Session(plan, device="cpu") as session:
+        step = session.capture()
+        first = step(**inputs)
+        assert isinstance(first, Tensor)
+        kept = first.clone()
+        step(**random_inputs(plan, 1))
+        assert torch.equal(first, kept)
+    assert all(torch.equal(inputs[name], before[name]) for name in inputs)
+
+
+def bad(plan: Plan, name: str, tensor: Tensor | None) -> str:
+    inputs: dict[str, Tensor] = random_inputs(plan, 0)
+    if tensor is None:
+        del inputs[name]
+    else:
+        inputs[name] = tensor
+    with Session(plan, device="cpu") as session, pytest.raises(StepgraphError) as error:
+        session.capture()(**inputs)
+    assert [d.code for d in error.value.diagnostics] == ["E605"]
+    return str(error.value)
+
+
+def test_inputs_of_another_kind_are_refused(plan: Plan) -> None:
+    """CASES 14: expected and got, nothing is cast."""
+    text = bad(plan, "latents", torch.zeros(1, 10, 16))
+    assert "[1, 9, 16], float32, cpu" in text
+    assert "[1, 10, 16], float32, cpu" in text
+    assert "float64" in bad(plan, "latents", torch.zeros(1, 9, 16, dtype=torch.float64))
+    assert "meta" in bad(plan, "rope", torch.zeros(9, 2, device="meta"))
+    assert "nothing" in bad(plan, "timestep", None)
+    assert "guidance" in bad(plan, "guidance", torch.zeros(1))
+
+
+def test_calls_with_too_much(plan: Plan) -> None:
+    inputs = random_inputs(plan, 0)
+    with Session(plan, device="cpu") as session:
+        step = session.capture()
+        for arguments, named in (((*inputs.values(), torch.zeros(1)), {}), ((inputs["latents"],), inputs)):
+            with pytest.raises(StepgraphError, match="E605"):
+                step(*arguments, **named)
+
+
+def test_closed_sessions(plan: Plan) -> None:
+    session = Session(plan, device="cpu")
+    step = session.capture()
+    session.close()
+    session.close()
+    for use in (lambda: step(**random_inputs(plan, 0)), session.capture, lambda: session.report):
+        with pytest.raises(StepgraphError, match="E604"):
+            use()
+
+
+def test_cuda_is_told_to_be_missing(plan: Plan) -> None:
+    with pytest.raises(CapabilityError, match="E601"):
+        Session(plan, device="cuda")
+
+
+def test_strided_inputs(plan: Plan) -> None:
+    inputs = random_inputs(plan, 0)
+    wide = torch.zeros(1, 9, 32)
+    wide[..., ::2] = inputs["latents"]
+    with torch.no_grad(), Session(plan, device="cpu") as one, Session(plan, device="cpu") as two:
+        want = one.capture()(**inputs)
+        got = two.capture()(**{**inputs, "latents": wide[..., ::2]})
+    assert isinstance(want, Tensor)
+    assert isinstance(got, Tensor)
+    assert torch.equal(want, got)
+
+
+def test_several_outputs() -> None:
+    from stepgraph.planner.compile import compile_schedule
+    from stepgraph.planner.schedule import read_schedule
+
+    call = "  - call: {name: time, in: timestep, out: temb, shape: [batch, hidden]}\n"
+    text = stepgraph.compile("quickstart").source.text.replace("outputs: [noise]", "outputs: [noise, temb]")
+    text = text.replace("\nstep:\n", f"\nstep:\n{call}")
+    plan = compile_schedule(read_schedule(text, "two.yaml"))
+    with torch.no_grad(), Session(plan, device="cpu") as session:
+        step: CapturedStep = session.capture()
+        outputs = step(**random_inputs(plan, 0))
+    assert isinstance(outputs, tuple)
+    assert [tuple(output.shape) for output in outputs] == [(1, 96, 16), (1, 64)]
+
+
+def test_a_deadlock_is_told_not_hung(plan: Plan) -> None:
+    from support.mutate import with_program
+
+    from stepgraph.planner.plan import Signal
+
+    items = [i for i in plan.ranks[0].instructions if not (isinstance(i, Signal) and i.exchange == 0)]
+    with (
+        Session(with_program(plan, 0, items), device="cpu") as session,
+        pytest.raises(StepgraphError, match="E401") as error,
+    ):
+        session.capture()(**random_inputs(plan, 0))
+    assert "wait self_attention.send_k.handshake[0]" in str(error.value)
