@@ -105,6 +105,15 @@ def send(r: Rule, op: ops.Send) -> None:
     if not operands:
         return r.give_up(names)
     if op.via == "nccl":
+        if op.barrier:
+            r.e.error(
+                "E206",
+                (*r.site.path, "barrier"),
+                "a send via nccl needs no barrier",
+                "no barrier: the collective is an exchange of its own",
+                "barrier: true",
+                "take the barrier out; `barrier: all` closes sends via copy",
+            )
         for name, output in zip(names, _exchange(r, op, operands, Placement.HEAD), strict=False):
             r.define(name, output)
         return None

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_before_validator_function
 
 NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -22,7 +33,11 @@ def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-_NAMES_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+_NAMES_SCHEMA: dict[str, list[JsonSchemaValue]] = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]
+}
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]
+}
 Names = Annotated[tuple[Name, ...], Field(min_length=1), BeforeValidator(_names), WithJsonSchema(_NAMES_SCHEMA)]
 """One tensor's name or a list of them."""
 Dims = Annotated[tuple[Dim, ...], Field(min_length=1, max_length=4), BeforeValidator(as_tuple)]
@@ -191,12 +206,24 @@ class Guide(OneOutput):
     handshake: Handshake | None = Field(None, description="memop, copy or kernel.")
 
 
-def _operands(value: object) -> object:
-    return {"in": value} if isinstance(value, str | list) else value
+class Shorthand:
+    """Lets a bare operand or list of operands stand for a map with that one field, in files and in the JSON Schema."""
+
+    def __init__(self, field: str, *shapes: JsonSchemaValue) -> None:
+        self.field, self.shapes = field, shapes
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_before_validator_function(self._spell_out, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [*self.shapes, handler(schema)]}
+
+    def _spell_out(self, value: object) -> object:
+        return {self.field: value} if isinstance(value, str | list) else value
 
 
-def _closes(value: object) -> object:
-    return {"closes": value} if isinstance(value, str) else value
+OPERANDS = Shorthand("in", *_NAMES_SCHEMA["anyOf"])
+CLOSES = Shorthand("closes", {"const": "all"})
 
 
 class LayerRun(Model):
@@ -211,24 +238,24 @@ def _layer_runs(value: object) -> object:
 class Entry(Model):
     """One item of a block or step: a map of one key, the kind; or `each` with `do`."""
 
-    norm: Annotated[Norm, BeforeValidator(_operands)] | None = None
-    modulate: Annotated[Modulate, BeforeValidator(_operands)] | None = None
-    residual: Annotated[Residual, BeforeValidator(_operands)] | None = None
-    mlp: Annotated[Mlp, BeforeValidator(_operands)] | None = None
-    norm_rope: Annotated[NormRope, BeforeValidator(_operands)] | None = None
-    rope: Annotated[Rope, BeforeValidator(_operands)] | None = None
-    attention: Annotated[Attention, BeforeValidator(_operands)] | None = None
-    linear: Annotated[Linear, BeforeValidator(_operands)] | None = None
-    call: Annotated[Call, BeforeValidator(_operands)] | None = None
-    send: Annotated[Send, BeforeValidator(_operands)] | None = None
-    barrier: Annotated[Barrier, BeforeValidator(_closes)] | None = None
-    gather: Annotated[Gather, BeforeValidator(_operands)] | None = None
-    all_reduce: Annotated[AllReduce, BeforeValidator(_operands)] | None = None
-    shard: Annotated[Shard, BeforeValidator(_operands)] | None = None
-    all_gather: Annotated[AllGather, BeforeValidator(_operands)] | None = None
-    concat: Annotated[Concat, BeforeValidator(_operands)] | None = None
-    split: Annotated[Split, BeforeValidator(_operands)] | None = None
-    guide: Annotated[Guide, BeforeValidator(_operands)] | None = None
+    norm: Annotated[Norm, OPERANDS] | None = None
+    modulate: Annotated[Modulate, OPERANDS] | None = None
+    residual: Annotated[Residual, OPERANDS] | None = None
+    mlp: Annotated[Mlp, OPERANDS] | None = None
+    norm_rope: Annotated[NormRope, OPERANDS] | None = None
+    rope: Annotated[Rope, OPERANDS] | None = None
+    attention: Annotated[Attention, OPERANDS] | None = None
+    linear: Annotated[Linear, OPERANDS] | None = None
+    call: Annotated[Call, OPERANDS] | None = None
+    send: Annotated[Send, OPERANDS] | None = None
+    barrier: Annotated[Barrier, CLOSES] | None = None
+    gather: Annotated[Gather, OPERANDS] | None = None
+    all_reduce: Annotated[AllReduce, OPERANDS] | None = None
+    shard: Annotated[Shard, OPERANDS] | None = None
+    all_gather: Annotated[AllGather, OPERANDS] | None = None
+    concat: Annotated[Concat, OPERANDS] | None = None
+    split: Annotated[Split, OPERANDS] | None = None
+    guide: Annotated[Guide, OPERANDS] | None = None
     layers: Name | Annotated[tuple[LayerRun, ...], BeforeValidator(_layer_runs)] | None = Field(
         None, description="A block's name (model.layers of them), or a list of {block, repeat}."
     )
