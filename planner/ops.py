@@ -36,8 +36,6 @@ def as_tuple(value: object) -> object:
 _NAMES_SCHEMA: dict[str, list[JsonSchemaValue]] = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]
 }
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]
-}
 Names = Annotated[tuple[Name, ...], Field(min_length=1), BeforeValidator(_names), WithJsonSchema(_NAMES_SCHEMA)]
 """One tensor's name or a list of them."""
 Dims = Annotated[tuple[Dim, ...], Field(min_length=1, max_length=4), BeforeValidator(as_tuple)]
