@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepgraph.planner.plan_check import check_plan
-
 from stepgraph.planner.dump import dump_level
 from stepgraph.planner.expand import expand
 from stepgraph.planner.lower import lower
 from stepgraph.planner.memory import MemoryPlan, allocate, verify_memory
 from stepgraph.planner.opgraph import verify_opgraph
 from stepgraph.planner.plan import Plan
+from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.schedule import Schedule
 from stepgraph.planner.streams import order, verify_streams
 

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.sizes import SHIPPED
 
 from stepgraph.tools.cli import SUBCOMMANDS, run
+
+from support.sizes import SHIPPED
 
 TINY = "model.layers=1,model.hidden=16,model.head_dim=2,model.ffn=8,shape.seq=9"
 BAD = Path(__file__).parent / "bad_schedules"
@@ -87,10 +88,10 @@ def test_run_prints_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_run_of_an_unproven_plan_finds_its_races(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from support.mutate import PLANTED
-
     import stepgraph
     from stepgraph.planner.plan import dumps
+
+    from support.mutate import PLANTED
 
     plan = stepgraph.compile("quickstart", {"shape.seq": 9})
     _, mutant = list(PLANTED["event"](plan, 1))[2]

@@ -5,9 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.sizes import SHIPPED
 
 from stepgraph.tools.cli import run
+
+from support.sizes import SHIPPED
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -1,10 +1,11 @@
 """The verifier and the interleaving device judge the same plans independently, and agree."""
 
 import pytest
-from support.mutate import PLANTED, fault_of
 
 import stepgraph
 from stepgraph.planner.verify.proof import prove
+
+from support.mutate import PLANTED, fault_of
 
 TINY = {"shape.seq": 9, "model.hidden": 16, "model.head_dim": 2, "model.ffn": 8}
 SEEDS = 200

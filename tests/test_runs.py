@@ -4,13 +4,14 @@ from collections.abc import Generator
 
 import pytest
 import torch
-from support.sizes import SHIPPED, small_plan
 from torch import Tensor
 
 from stepgraph.kernels.stages import MadeUpStages
 from stepgraph.planner.verify.proof import prove
 from stepgraph.runtime.session import Session, random_inputs
 from stepgraph.runtime.simulate import simulate
+
+from support.sizes import SHIPPED, small_plan
 
 SEEDS = 50
 
@@ -111,10 +112,10 @@ def test_cross_attention_exchanges_nothing() -> None:
 @pytest.mark.parametrize("mesh", ["{ulysses: 2, tensor: 2}", "{tensor: 2, ulysses: 2}", "{tensor: 2, ulysses: 3}"])
 def test_groups_of_any_mesh(mesh: str) -> None:
     """CASES 35: groups need not be consecutive ranks."""
-    from support.sizes import small_schedule
-
     from stepgraph.planner.compile import compile_schedule
     from stepgraph.planner.schedule import read_schedule
+
+    from support.sizes import small_schedule
 
     tree = small_schedule("minimax_h3_tp2_u2").tree
     text = tree.text.replace("{ulysses: 2, tensor: 2}", mesh)

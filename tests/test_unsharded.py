@@ -1,13 +1,14 @@
 """The unsharded interpreter against a model written out by hand."""
 
 import torch
-from support.sizes import small_schedule
 from torch import Tensor
 from torch.nn import functional
 
 from stepgraph.kernels.unsharded import Unsharded
 from stepgraph.kernels.weights import MadeUpWeights
 from stepgraph.planner.schedule import load_schedule, schedule_path
+
+from support.sizes import small_schedule
 
 D = torch.float64
 

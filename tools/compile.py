@@ -18,11 +18,10 @@ from stepgraph.tools.summary import summary
 def command(file: str, output: str | None, settings: tuple[str, ...], style: str) -> int:
     """Compile a schedule to a plan, prove it, and tell what an author wants to know. A plan that is not proven is not
     written."""
-    from stepgraph.planner.verify.proof import prove
-
     from stepgraph.planner.compile import compile_schedule
     from stepgraph.planner.plan import dumps, plan_hash
     from stepgraph.planner.timeline import estimate
+    from stepgraph.planner.verify.proof import prove
     from stepgraph.tools.output import diagnostic_data
 
     plan = compile_schedule(read_schedule_file(file, settings))

@@ -14,7 +14,6 @@ from stepgraph.tools.output import emit_json, format_option, progress, read_plan
 def command(file: str, settings: tuple[str, ...], style: str) -> int:
     """Prove a plan free of races and deadlocks, over all ranks and replays; a schedule is compiled first."""
     from stepgraph.planner.verify.proof import prove
-
     from stepgraph.tools.output import diagnostic_data
 
     plan = read_plan_or_schedule(file, settings)
