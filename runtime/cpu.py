@@ -34,7 +34,7 @@ from stepgraph.planner.plan import (
     WaitEvent,
 )
 from stepgraph.runtime.cpu_memory import Movements, Race, RankMemory, Report, describe, fresh_clock
-from stepgraph.runtime.executor import issue
+from stepgraph.runtime.executor import issue, make_stages
 from stepgraph.runtime.shadow import Conflict, Ints
 
 Inputs = Sequence[Tensor]
@@ -86,8 +86,7 @@ class World:
         self.rendezvous: dict[tuple[int, int], _Rendezvous] = {}
         self.ranks = [RankQueues(self, rank) for rank in range(plan.world_size)]
         for rank, queues in enumerate(self.ranks):
-            issue(plan, rank, queues, stages)
-            queues.check_capture()
+            issue(plan, rank, queues, make_stages(plan, rank, stages))
 
     def run(self, loops: Sequence[HostLoop]) -> list[object]:
         """Run one host loop a rank to its end; gives what each loop returns. A deadlock is a fault, and ends it."""
@@ -198,7 +197,7 @@ class RankQueues:
         item.run()
         self.next[stream] += 1
         if self.idle:
-            self.finish()
+            self.check_joined()
 
     def tick(self, stream: int, item: _Work) -> None:
         chain = self.chain(stream)
@@ -211,7 +210,7 @@ class RankQueues:
         meeting = self.world.rendezvous.get((collective.exchange, self.replay))
         return meeting is not None and self.rank in meeting.starts
 
-    def finish(self) -> None:
+    def check_joined(self) -> None:
         """The replay is over: every stream must have been joined by the origin."""
         origin = self.world.clocks[self.chain(0)]
         for stream in range(1, self.world.width):
@@ -236,7 +235,7 @@ class RankQueues:
     def chain(self, stream: int) -> int:
         return self.rank * self.world.width + stream
 
-    def check_capture(self) -> None:
+    def finish(self) -> None:
         """A stream enters a capture by waiting for an event of a stream that is in it."""
         recorded = {i.event: i.stream for i in self.program.instructions if isinstance(i, Record)}
         entered = {0}

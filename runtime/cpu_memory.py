@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepgraph.planner.plan import Buffer, Plan, Region, View
+from stepgraph.planner.plan import Plan, Region, View
+from stepgraph.runtime.movement import assemble, bits
 from stepgraph.runtime.shadow import Conflict, Ints, Shadow
 
 POISON = 0xFF
@@ -177,29 +178,8 @@ class Movements:
             self.report.movements_checked += 1
             kind = self.plan.ops[moved[0]].kind
             want = assemble(kind, sources, boxes, group.index(rank)) if sources else None
-            if want is None or want.shape != got.shape or not torch.equal(_bits(got), _bits(want)):
+            if want is None or want.shape != got.shape or not torch.equal(bits(got), bits(want)):
                 self.report.movement_exact = False
-
-
-def assemble(kind: str, sources: list[Tensor], ends: list[Buffer], me: int) -> Tensor:
-    """What member ``me`` of a group ends with, from the members' whole sources and the shapes that all end with."""
-    if kind == "gather":
-        first = sum(end.rows for end in ends[:me])
-        return torch.cat([source[:, first : first + ends[me].rows] for source in sources], dim=2)
-    joined = torch.cat(sources, dim=1)
-    if kind != "send":
-        return joined  # all_gather; partial sums and branches, stacked
-    cols = [end.cols for end in ends]
-    first = sum(cols[:me])
-    if sum(cols) > joined.shape[2]:  # members share heads of k and v: as many to each head as go, more to the first
-        heads, members = joined.shape[2] // cols[0], len(ends)
-        sharers = [head for head in range(heads) for _ in range(members // heads + (head < members % heads))]
-        first = sharers[me] * cols[0]
-    return joined[:, :, first : first + cols[me]]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def describe(

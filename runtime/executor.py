@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from stepgraph.kernels.stages import StageMaker
+from collections.abc import Mapping
+
+from stepgraph.kernels.stages import Stage, StageMaker
 from stepgraph.planner.plan import (
     Collective,
     Drop,
@@ -20,12 +22,18 @@ from stepgraph.planner.plan import (
 from stepgraph.runtime.device import Device
 
 
-def issue(plan: Plan, rank: int, device: Device, stages: StageMaker) -> None:
+def make_stages(plan: Plan, rank: int, maker: StageMaker) -> dict[int, Stage]:
+    """The stage of every ``Run`` of a rank, by its number in the program. Weights are made here, not when it runs."""
+    items = enumerate(plan.ranks[rank].instructions)
+    return {number: maker(plan, rank, item) for number, item in items if isinstance(item, Run)}
+
+
+def issue(plan: Plan, rank: int, device: Device, stages: Mapping[int, Stage]) -> None:
     """Issue one replay of ``rank``."""
     for number, instruction in enumerate(plan.ranks[rank].instructions):
         match instruction:
             case Run():
-                device.run(number, instruction, stages(plan, rank, instruction))
+                device.run(number, instruction, stages[number])
             case Send():
                 device.send(number, instruction)
             case Signal():
@@ -46,3 +54,4 @@ def issue(plan: Plan, rank: int, device: Device, stages: StageMaker) -> None:
                 device.load(number, instruction)
             case Store():
                 device.store(number, instruction)
+    device.finish()

@@ -1,0 +1,40 @@
+"""Peers' memory through torch's symmetric memory."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from stepgraph.runtime.transport.mapping import PeerMemory
+
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""Lets several ranks of a group share one GPU; read by torch when the first block is allocated."""
+
+
+class SymmetricTransport:
+    name = "symmetric"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def unavailable(self) -> str | None:
+        try:
+            import torch.distributed._symmetric_memory as symmetric
+        except ImportError as error:
+            return f"torch has no symmetric memory: {error}"
+        return None if hasattr(symmetric, "rendezvous") else "torch's symmetric memory has no rendezvous"
+
+    def allocate(self, nbytes: int) -> PeerMemory:
+        import torch.distributed._symmetric_memory as symmetric
+
+        os.environ.setdefault(OVERLAPPING, "1")
+        block = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
+        block.zero_()
+        handle = symmetric.rendezvous(block, dist.group.WORLD)
+        first = block.data_ptr() - handle.buffer_ptrs[dist.get_rank()]
+        return PeerMemory(block, tuple(pointer + first for pointer in handle.buffer_ptrs), handle)
+
+    def release(self, memory: PeerMemory) -> None:
+        """torch unmaps when the last reference goes."""
