@@ -24,8 +24,8 @@ StageMaker = Callable[[Plan, int, Run], Stage]
 class MadeUpStages:
     """A ``StageMaker``: reference arithmetic with made-up weights, cut for the rank where the op is split."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.weights = MadeUpWeights(seed)
+    def __init__(self, seed: int = 0, device: torch.device | None = None) -> None:
+        self.weights = MadeUpWeights(seed, device or torch.device("cpu"))
 
     def __call__(self, plan: Plan, rank: int, run: Run) -> Stage:
         op, program = plan.ops[run.op], plan.ranks[rank]

@@ -15,6 +15,7 @@ class MadeUpWeights:
     """Weights of a model that nobody trained, drawn on first use and kept."""
 
     seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _kept: dict[tuple[str, int | None, str, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     def matrix(self, op: str, layer: int | None, part: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -45,6 +46,6 @@ class MadeUpWeights:
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             drawn = torch.randn(shape, generator=generator, dtype=torch.float32) * deviation + mean
             # Rounded to bfloat16 first, so that a model in any dtype has the same weights exactly.
-            self._kept[key] = drawn.bfloat16().to(dtype)
+            self._kept[key] = drawn.bfloat16().to(self.device, dtype)
         assert self._kept[key].shape == shape, f"{op}.{part} has two shapes"
         return self._kept[key]

@@ -65,10 +65,13 @@ class _Rendezvous:
 
 
 class World:
-    """All ranks of a plan."""
+    """All ranks of a plan: the cpu side of a session."""
+
+    device_type = "cpu"
 
     def __init__(self, plan: Plan, stages: StageMaker, seed: int = 0) -> None:
         self.plan = plan
+        self.ranks: Sequence[int] = range(plan.world_size)
         self.width = len(plan.streams)
         self.chains = plan.world_size * self.width
         self.report = Report()
@@ -84,8 +87,8 @@ class World:
         self.consumed: dict[tuple[int, int], bool] = {}
         """Whether a wait has seen the word's present signal."""
         self.rendezvous: dict[tuple[int, int], _Rendezvous] = {}
-        self.ranks = [RankQueues(self, rank) for rank in range(plan.world_size)]
-        for rank, queues in enumerate(self.ranks):
+        self.queues = [RankQueues(self, rank) for rank in self.ranks]
+        for rank, queues in enumerate(self.queues):
             issue(plan, rank, queues, make_stages(plan, rank, stages))
 
     def run(self, loops: Sequence[HostLoop]) -> list[object]:
@@ -93,12 +96,12 @@ class World:
         pace = [self.random.choice((1, 1, 4, 16)) for _ in range(self.chains)]  # some chains are slow
         results: list[object] = [None] * len(loops)
         hosts: list[HostLoop | None] = list(loops)
-        for queues in self.ranks:
+        for queues in self.queues:
             queues.outputs = None
         while True:
             choices: list[tuple[int, int | None]] = []
             weights: list[int] = []
-            for rank, queues in enumerate(self.ranks):
+            for rank, queues in enumerate(self.queues):
                 if queues.idle:
                     if hosts[rank] is not None:
                         choices.append((rank, None))
@@ -112,26 +115,29 @@ class World:
                 break
             (rank, picked) = self.random.choices(choices, weights)[0]
             if picked is not None:
-                self.ranks[rank].step(picked)
+                self.queues[rank].step(picked)
                 continue
             host = hosts[rank]
             assert host is not None
             try:
-                inputs = next(host) if self.ranks[rank].outputs is None else host.send(self.ranks[rank].taken())
-                self.ranks[rank].start(inputs)
+                inputs = next(host) if self.queues[rank].outputs is None else host.send(self.queues[rank].taken())
+                self.queues[rank].start(inputs)
             except StopIteration as end:
                 results[rank] = end.value
                 hosts[rank] = None
         self._end(hosts)
         return results
 
+    def close(self) -> None:
+        """Nothing outlives the process's own memory."""
+
     def _end(self, hosts: Sequence[HostLoop | None]) -> None:
-        stuck = [queues.stuck() for queues in self.ranks if not queues.idle]
+        stuck = [queues.stuck() for queues in self.queues if not queues.idle]
         if stuck or any(host is not None for host in hosts):
             self.report.fault("deadlock", "; ".join(stuck))
             return
         for rank, memory in enumerate(self.memories):
-            left = [slot for slot, word in enumerate(memory.flags) if word and slot not in self.ranks[rank].epochs]
+            left = [slot for slot, word in enumerate(memory.flags) if word and slot not in self.queues[rank].epochs]
             if left:
                 self.report.fault("flags left", f"rank {rank} ends with flags {left} set")
 

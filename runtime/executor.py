@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from stepgraph.kernels.stages import Stage, StageMaker
 from stepgraph.planner.plan import (
@@ -28,8 +28,14 @@ def make_stages(plan: Plan, rank: int, maker: StageMaker) -> dict[int, Stage]:
     return {number: maker(plan, rank, item) for number, item in items if isinstance(item, Run)}
 
 
-def issue(plan: Plan, rank: int, device: Device, stages: Mapping[int, Stage]) -> None:
-    """Issue one replay of ``rank``."""
+def issue(
+    plan: Plan,
+    rank: int,
+    device: Device,
+    stages: Mapping[int, Stage],
+    after: Callable[[int], None] | None = None,
+) -> None:
+    """Issue one replay of ``rank``; ``after`` is told the number of each instruction that has been issued."""
     for number, instruction in enumerate(plan.ranks[rank].instructions):
         match instruction:
             case Run():
@@ -54,4 +60,6 @@ def issue(plan: Plan, rank: int, device: Device, stages: Mapping[int, Stage]) ->
                 device.load(number, instruction)
             case Store():
                 device.store(number, instruction)
+        if after is not None:
+            after(number)
     device.finish()

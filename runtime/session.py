@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import importlib.util
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stepgraph.kernels.stages import MadeUpStages, StageMaker
@@ -26,15 +28,31 @@ class SessionError(StepgraphError):
     """A session was used in a way that it does not allow, or a step did not finish (E60x, E401)."""
 
 
+class Backend(Protocol):
+    """A device's side of a session."""
+
+    device_type: str
+    ranks: Sequence[int]
+    """Those that run in this process."""
+
+    def run(self, loops: Sequence[HostLoop]) -> list[object]:
+        """Run one host loop for each of ``ranks``."""
+
+    def close(self) -> None: ...
+
+
 class Session:
     """Runs a plan on a device.
 
-    On ``cpu`` all ranks run in this process, interleaved by ``seed``. ``stages`` gives what each op computes; by
-    default reference arithmetic with weights made up from ``seed``. A session is a context manager; closing it twice
-    is fine, using it afterwards is E604.
+    On ``cpu`` all ranks run in this process, interleaved by ``seed``. On ``cuda`` this process is one rank of the
+    default process group, and the step is captured as one CUDA graph, unless ``eager``; every rank opens the session
+    with the same arguments. ``auto`` is cuda in a process group with a GPU, else cpu. ``stages`` gives what each op
+    computes; by default reference arithmetic with weights made up from ``seed``. A session is a context manager;
+    closing it twice is fine, using it afterwards is E604.
 
     Raises:
-        CapabilityError: E601 for a device that is not there.
+        CapabilityError: E601 for a device that is not there, E606 for what it can't do.
+        GroupError: E607 where ranks disagree.
     """
 
     def __init__(
@@ -43,12 +61,10 @@ class Session:
         device: DeviceName = "auto",
         seed: int = 0,
         stages: StageMaker | None = None,
+        eager: bool = False,
     ) -> None:
-        if device == "cuda":
-            hint = "run on the cpu device, with --device cpu"
-            raise CapabilityError([Diagnostic("E601", "the cuda device is not in this version", None, "", "", hint)])
         self.plan = plan
-        self._world: World | None = World(plan, stages or MadeUpStages(seed), seed)
+        self._backend: Backend | None = _open(plan, device, seed, stages, eager)
 
     def __enter__(self) -> Session:
         return self
@@ -59,34 +75,39 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Give the memory back."""
-        self._world = None
+        """Give the memory back; on cuda before the process group is destroyed."""
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
 
     @property
-    def world(self) -> World:
-        if self._world is None:
+    def backend(self) -> Backend:
+        if self._backend is None:
             raise SessionError([Diagnostic("E604", "the session is closed", None, "an open session", "a closed one")])
-        return self._world
+        return self._backend
 
     @property
     def report(self) -> Report:
-        """What the device has seen so far: races, faults, exactness of data movement."""
-        return self.world.report
+        """What the cpu device has seen so far: races, faults, exactness of data movement."""
+        backend = self.backend
+        assert isinstance(backend, World), "only the cpu device watches for races"
+        return backend.report
 
     def capture(self) -> CapturedStep:
         """The plan's step, ready to be called."""
-        _ = self.world
+        _ = self.backend
         return CapturedStep(self)
 
     def drive(self, loop: Callable[[int], NamedLoop]) -> list[object]:
-        """Run ``loop(rank)`` for every rank: a generator that yields the inputs of a step by name, is sent its outputs,
-        and may return something. Ranks run ahead of each other as far as the plan lets them.
+        """Run ``loop(rank)`` for every rank of this process: a generator that yields the inputs of a step by name, is
+        sent its outputs, and may return something. Ranks run ahead of each other as far as the plan lets them.
 
         Raises:
             SessionError: E401 for a deadlock; E605 for inputs that the plan was not compiled for.
         """
-        results = self.world.run([self._host(loop(rank)) for rank in range(self.plan.world_size)])
-        deadlocks = [fault for fault in self.report.faults if fault.kind == "deadlock"]
+        backend = self.backend
+        results = backend.run([self._host(loop(rank)) for rank in backend.ranks])
+        deadlocks = [f for f in backend.report.faults if f.kind == "deadlock"] if isinstance(backend, World) else []
         if deadlocks:
             raise SessionError([Diagnostic("E401", "the step does not finish", None, "", deadlocks[0].message)])
         return results
@@ -112,12 +133,12 @@ class Session:
         found: list[Tensor] = []
         for entry in self.plan.inputs:
             tensor = named.get(entry.name)
-            expected = f"{list(entry.shape)}, {entry.dtype.value}, cpu"
+            expected = f"{list(entry.shape)}, {entry.dtype.value}, {self.backend.device_type}"
             if tensor is None:
                 problems.append(_input_error(entry.name, expected, "nothing"))
                 continue
             right = tuple(tensor.shape) == entry.shape and tensor.dtype is torch_dtype(entry.dtype)
-            if not right or tensor.device.type != "cpu":
+            if not right or tensor.device.type != self.backend.device_type:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 problems.append(_input_error(entry.name, expected, f"{list(tensor.shape)}, {dtype}, {tensor.device}"))
             found.append(tensor)
@@ -156,7 +177,31 @@ class CapturedStep:
             results[rank] = yield given
 
         self.session.drive(loop)
-        return results[0] if len(results[0]) > 1 else results[0][0]
+        outputs = results[self.session.backend.ranks[0]]
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _open(plan: Plan, device: DeviceName, seed: int, stages: StageMaker | None, eager: bool) -> Backend:
+    """The backend of a device, with everything allocated, warmed and captured."""
+    if device == "cpu" or (device == "auto" and not (torch.cuda.is_available() and dist.is_initialized())):
+        return World(plan, stages or MadeUpStages(seed), seed)
+    missing = _cuda_lacks()
+    if missing:
+        hint = "`stepgraph doctor` tells more; --device cpu runs everywhere"
+        raise CapabilityError([Diagnostic("E601", "the cuda device is not there", None, "", missing, hint)])
+    from stepgraph.runtime.cuda_backend import CudaBackend
+
+    where = torch.device("cuda", torch.cuda.current_device())
+    return CudaBackend(plan, stages or MadeUpStages(seed, where), eager)
+
+
+def _cuda_lacks() -> str:
+    """Why this process can't be a rank of the cuda device; empty where it can."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    if importlib.util.find_spec("cuda") is None:
+        return "the package cuda-python is not installed"
+    return "" if dist.is_initialized() else "no process group: each rank is a process of one"
 
 
 def random_inputs(plan: Plan, seed: int) -> dict[str, Tensor]:

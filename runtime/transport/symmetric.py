@@ -32,7 +32,9 @@ class SymmetricTransport:
         os.environ.setdefault(OVERLAPPING, "1")
         block = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
         block.zero_()
-        handle = symmetric.rendezvous(block, dist.group.WORLD)
+        group = dist.group.WORLD
+        assert group is not None
+        handle = symmetric.rendezvous(block, group)
         first = block.data_ptr() - handle.buffer_ptrs[dist.get_rank()]
         return PeerMemory(block, tuple(pointer + first for pointer in handle.buffer_ptrs), handle)
 
