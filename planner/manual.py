@@ -225,6 +225,22 @@ CODES: dict[str, Entry] = {
         "Give an input and the first output the same shape.",
     ),
     "E604": Entry("the session is closed", "A step or session was used after it was closed.", "Open another."),
+    "E606": Entry(
+        "something that the device or the group can't do",
+        "A transport that some rank lacks, a handshake that the device does not make, or a collective on the host that "
+        "would be captured.",
+        "Take another transport or handshake, or exchanges via copy.",
+    ),
+    "E607": Entry(
+        "ranks that disagree",
+        "The ranks of a group were started with different plans, or are too many or too few.",
+        "Start one process a rank, all with the same plan.",
+    ),
+    "E608": Entry(
+        "a captured graph that differs from the plan",
+        "Reading the CUDA graph back after capture found a copy or handshake without its node, or an order without a path.",
+        "Report it with the plan: the capture has lost work.",
+    ),
     "E605": Entry(
         "an input of another kind",
         "A step takes what its plan was compiled for: shape, dtype, device.",

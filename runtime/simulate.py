@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels.unsharded import Unsharded
+from stepgraph.planner.diagnostics import CapabilityError, Diagnostic
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.schedule import Schedule, read_schedule
 from stepgraph.runtime.cpu_memory import Fault, Race, torch_dtype
@@ -69,6 +70,11 @@ def simulate(
     Raises:
         StepgraphError: where the plan can't be run, or deadlocks.
     """
+    if device == "cuda":
+        hint = "open a Session in each process of a group, or run with --device cpu"
+        raise CapabilityError(
+            [Diagnostic("E601", "simulated runs are on the cpu device", None, "cpu or auto", "cuda", hint)]
+        )
     inputs, schedule = random_inputs(plan, seed), schedule_of(plan)
     every: list[list[tuple[Tensor, ...]]] = [[] for _ in plan.ranks]
 
@@ -77,7 +83,7 @@ def simulate(
 
     with torch.no_grad():
         progress(f"running {plan.world_size} ranks, {steps} steps")
-        with Session(plan, device=device, seed=seed) as session:
+        with Session(plan, device="cpu", seed=seed) as session:
             session.drive(loop)
             report = session.report
         progress("running the unsharded model in float64")

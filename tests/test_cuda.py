@@ -65,3 +65,42 @@ def test_transports_and_handshakes(transport: str, handshake: str) -> None:
 def test_shipped_schedules(name: str) -> None:
     settings = {f"defaults__{kind}__via": "copy" for kind in ("gather", "all_gather", "all_reduce")}
     compare(small_plan(name, model__dtype="float32", **settings))
+
+
+def dropped(plan: Plan, what: str, rank: int) -> str:
+    """What reading the graph back says when a captured step lacks one copy, or one wait for an event."""
+    import stepgraph.runtime.cuda as module
+    from stepgraph.planner.diagnostics import StepgraphError
+
+    worker = module.CudaRank
+    original = getattr(worker, what)
+    seen = 0
+
+    def skipping(self: object, number: int, item: object) -> None:
+        nonlocal seen
+        seen += torch.cuda.is_current_stream_capturing() or is_capturing(self)
+        if seen != 3:
+            original(self, number, item)
+
+    setattr(worker, what, skipping)
+    try:
+        with Session(plan, device="cuda", seed=0):
+            return "accepted"
+    except StepgraphError as error:
+        return str(error)
+    finally:
+        setattr(worker, what, original)
+
+
+def is_capturing(worker: object) -> bool:
+    with torch.cuda.stream(worker.streams[0]):  # type: ignore[attr-defined]
+        return torch.cuda.is_current_stream_capturing()
+
+
+@pytest.mark.parametrize("what", ["send", "wait_event"])
+def test_a_dropped_copy_or_edge_is_read_back(what: str) -> None:
+    """CASES 29."""
+    plan = small_plan("quickstart", mesh__ulysses="1")
+    (told,) = on_ranks(1, functools.partial(dropped, plan, what))
+    assert isinstance(told, str)
+    assert "E608" in told, told

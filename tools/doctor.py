@@ -29,18 +29,22 @@ def findings() -> list[dict[str, str]]:
         {
             "what": "CUDA",
             "found": torch.version.cuda or "no",
-            "means": "the CUDA that torch was built with; the cuda device is not in this version",
+            "means": "the CUDA that torch was built with",
         },
     ]
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             rows.append(
-                {"what": f"GPU {index}", "found": torch.cuda.get_device_name(index), "means": "is not used yet"}
+                {
+                    "what": f"GPU {index}",
+                    "found": torch.cuda.get_device_name(index),
+                    "means": "a Session in a process group can use it",
+                }
             )
     else:
         rows.append({"what": "GPU", "found": "none", "means": "plans run on the cpu device"})
     bindings = "yes" if importlib.util.find_spec("cuda") else "no"
-    rows.append({"what": "cuda-python", "found": bindings, "means": "will be needed by the cuda device"})
+    rows.append({"what": "cuda-python", "found": bindings, "means": "is needed by the cuda device"})
     diffusers = _version("diffusers")
     rows.append(
         {"what": "diffusers", "found": diffusers or "no", "means": "optional: sigmas are checked against its own"}
