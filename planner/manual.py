@@ -238,7 +238,8 @@ CODES: dict[str, Entry] = {
     ),
     "E608": Entry(
         "a captured graph that differs from the plan",
-        "Reading the CUDA graph back after capture found a copy or handshake without its node, or an order without a path.",
+        "Reading the CUDA graph back after capture found a copy or handshake without its node, or an order without a "
+        "path.",
         "Report it with the plan: the capture has lost work.",
     ),
     "E605": Entry(
