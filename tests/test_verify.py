@@ -55,7 +55,7 @@ def everywhere(plan: Plan, change: Callable[[list[Instruction]], list[Instructio
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_plans_are_proven(name: str) -> None:
     proof = prove(small_plan(name))
-    assert proof.ok, [finding.diagnostic().render() for finding in proof.findings]
+    assert proof.ok, [finding.render() for finding in proof.findings]
     assert proof.assumptions
     assert proof.accesses > 0
 
@@ -299,7 +299,7 @@ def test_epochs_need_no_reset_and_may_not_have_one() -> None:
 
 def test_a_finding_tells_both_accesses_and_the_line(plan: Plan) -> None:
     _, mutant = list(PLANTED["event"](plan, 0))[1]
-    text = prove(mutant).findings[0].diagnostic().render()
+    text = prove(mutant).findings[0].render()
     for word in ("quickstart.yaml:", "rank 0", "stream copy", "stream compute", "line ", "hint"):
         assert word in text, text
 

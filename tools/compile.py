@@ -38,7 +38,7 @@ def command(file: str, output: str | None, settings: tuple[str, ...], style: str
                 "predicted_step_seconds": timeline.step_seconds,
                 "predicted_exposed_seconds": timeline.exposed_seconds,
                 "proven": proof.ok,
-                "findings": [diagnostic_data(finding.diagnostic()) for finding in proof.findings],
+                "findings": [diagnostic_data(finding) for finding in proof.findings],
                 "assumptions": list(proof.assumptions),
                 "sha256": plan_hash(plan),
                 "output": output if proof.ok else None,
@@ -68,7 +68,7 @@ def command(file: str, output: str | None, settings: tuple[str, ...], style: str
     for assumption in proof.assumptions:
         click.echo(f"    - {assumption}")
     for finding in proof.findings:
-        click.echo(finding.diagnostic().render(), err=True)
+        click.echo(finding.render(), err=True)
     if output and proof.ok:
         click.echo(f"  written to   {output}")
     return 0 if proof.ok else 1

@@ -25,13 +25,13 @@ def command(file: str, settings: tuple[str, ...], style: str) -> int:
                 "ok": proof.ok,
                 "name": plan.name,
                 "replays": proof.replays,
-                "findings": [diagnostic_data(finding.diagnostic()) for finding in proof.findings],
+                "findings": [diagnostic_data(finding) for finding in proof.findings],
                 "assumptions": list(proof.assumptions),
             }
         )
         return 0 if proof.ok else 1
     for finding in proof.findings:
-        click.echo(finding.diagnostic().render(), err=True)
+        click.echo(finding.render(), err=True)
     verdict = f"free of races and deadlocks over {proof.replays} replays" if proof.ok else "not proven"
     click.echo(f"{plan.name}: {verdict}")
     for assumption in proof.assumptions if proof.ok else ():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from stepgraph.planner.diagnostics import Diagnostic, Place
 from stepgraph.planner.plan import Instruction, Plan
 from stepgraph.planner.verify.order import Step
@@ -29,20 +27,7 @@ CODES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    code: str
-    message: str
-    place: Place | None = None
-    expected: str = ""
-    got: str = ""
-    hint: str = ""
-
-    def diagnostic(self) -> Diagnostic:
-        return Diagnostic(self.code, self.message, self.place, self.expected, self.got, self.hint)
-
-
-def first_of_each(findings: list[Finding]) -> tuple[Finding, ...]:
+def first_of_each(findings: list[Diagnostic]) -> tuple[Diagnostic, ...]:
     """The first few findings of each code."""
     counts: dict[str, int] = {}
     kept = []

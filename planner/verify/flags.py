@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
+from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import (
     Collective,
     ExchangeKind,
@@ -17,14 +18,14 @@ from stepgraph.planner.plan import (
     Wait,
     WaitEvent,
 )
-from stepgraph.planner.verify.findings import Finding, name, place
+from stepgraph.planner.verify.findings import name, place
 from stepgraph.planner.verify.order import Order, Step
 
 Word = tuple[int, int]
 """(owner, slot)."""
 
 
-def events(plan: Plan) -> Iterator[Finding]:
+def events(plan: Plan) -> Iterator[Diagnostic]:
     """Every event is recorded once, and waited for after that; every stream enters the capture that way."""
     for rank, program in enumerate(plan.ranks):
         recorded: dict[int, int] = {}
@@ -33,23 +34,39 @@ def events(plan: Plan) -> Iterator[Finding]:
         for number, item in enumerate(program.instructions):
             step = Step(rank, 0, number)
             if isinstance(item, WaitEvent) and item.event not in recorded:
-                yield Finding("E407", f"event {item.event} is waited for before it is recorded", place(plan, step),
-                              "a record before the wait, in the order of issue", name(plan, step))  # fmt: skip
+                yield Diagnostic(
+                    "E407",
+                    f"event {item.event} is waited for before it is recorded",
+                    place(plan, step),
+                    "a record before the wait, in the order of issue",
+                    name(plan, step),
+                )
             if isinstance(item, WaitEvent) and recorded.get(item.event) in entered:
                 entered.add(item.stream)
             elif item.stream not in entered and item.stream not in told:
                 told.add(item.stream)
-                yield Finding("E408", f"stream {plan.streams[item.stream]} of rank {rank} works before it has entered "
-                              "the capture", place(plan, step), "first a wait for an event of a stream that is in it",
-                              name(plan, step), "let it wait for an event of the origin first")  # fmt: skip
+                yield Diagnostic(
+                    "E408",
+                    f"stream {plan.streams[item.stream]} of rank {rank} works before it has entered the capture",
+                    place(plan, step),
+                    "first a wait for an event of a stream that is in it",
+                    name(plan, step),
+                    "let it wait for an event of the origin first",
+                )
             if isinstance(item, Record):
                 if item.event in recorded:
-                    yield Finding("E407", f"event {item.event} is recorded twice", place(plan, step), "one record",
-                                  name(plan, step), "take a fresh event for each edge")  # fmt: skip
+                    yield Diagnostic(
+                        "E407",
+                        f"event {item.event} is recorded twice",
+                        place(plan, step),
+                        "one record",
+                        name(plan, step),
+                        "take a fresh event for each edge",
+                    )
                 recorded[item.event] = item.stream
 
 
-def joins(plan: Plan, order: Order) -> Iterator[Finding]:
+def joins(plan: Plan, order: Order) -> Iterator[Diagnostic]:
     """Everything is done before the origin's last instruction, where a capture ends."""
     for rank, program in enumerate(plan.ranks):
         last = {item.stream: number for number, item in enumerate(program.instructions)}
@@ -59,12 +76,17 @@ def joins(plan: Plan, order: Order) -> Iterator[Finding]:
         for stream, number in last.items():
             step = Step(rank, 0, number)
             if end is None or not order.before(step, end):
-                yield Finding("E409", f"stream {plan.streams[stream]} of rank {rank} is not joined at the end",
-                              place(plan, step), f"{name(plan, step)} before the end of {plan.streams[0]}", "no order",
-                              "let the origin wait for an event that is recorded after it")  # fmt: skip
+                yield Diagnostic(
+                    "E409",
+                    f"stream {plan.streams[stream]} of rank {rank} is not joined at the end",
+                    place(plan, step),
+                    f"{name(plan, step)} before the end of {plan.streams[0]}",
+                    "no order",
+                    "let the origin wait for an event that is recorded after it",
+                )
 
 
-def spans(plan: Plan) -> Iterator[Finding]:
+def spans(plan: Plan) -> Iterator[Diagnostic]:
     """Every member of a group takes part in its exchanges once, towards every other member."""
     parts: dict[int, dict[int, list[Signal | Wait | Reset | Collective]]] = defaultdict(lambda: defaultdict(list))
     for rank, program in enumerate(plan.ranks):
@@ -86,12 +108,17 @@ def spans(plan: Plan) -> Iterator[Finding]:
                 fine = rank in group and signals == waits == others and not alien
                 want = f"signals to and waits for ranks {', '.join(map(str, others))}"
             if not fine:
-                yield Finding("E406", f"rank {rank} does not take its part in {exchange.name}", None, want,
-                              ", ".join(item.do for item in items) or "nothing",
-                              "every member of the group takes part, with or without a share")  # fmt: skip
+                yield Diagnostic(
+                    "E406",
+                    f"rank {rank} does not take its part in {exchange.name}",
+                    None,
+                    want,
+                    ", ".join(item.do for item in items) or "nothing",
+                    "every member of the group takes part, with or without a share",
+                )
 
 
-def words(plan: Plan, order: Order) -> Iterator[Finding]:
+def words(plan: Plan, order: Order) -> Iterator[Diagnostic]:
     """Writes, waits and resets of every word match one to one, and no word is written before its reset is known."""
     writes: dict[Word, list[tuple[Step, int]]] = defaultdict(list)
     waits: dict[Word, list[tuple[Step, int, int]]] = defaultdict(list)
@@ -119,32 +146,47 @@ def _word(
     writes: list[tuple[Step, int]],
     waits: list[tuple[Step, int, int]],
     resets: list[tuple[Step, int]],
-) -> Iterator[Finding]:
+) -> Iterator[Diagnostic]:
     used = {exchange for _, exchange in [*writes, *resets]} | {exchange for _, exchange, _ in waits}
     kernel = any(plan.exchanges[exchange].protocol is Protocol.KERNEL for exchange in used)
     counts = (len(writes), len(waits), len(resets))
     step = (writes or resets or [(waits[0][0], 0)])[0][0]
     title = f"flag {word[1]} of rank {word[0]}"
     if counts != ((1, 1, 0) if kernel else (1, 1, 1)) or len(used) > 1 or waits[0][2] != writes[0][0].rank:
-        yield Finding("E404", f"{title} is not written, waited for and reset once", place(plan, step),
-                      "one write, one wait" + ("" if kernel else ", one reset") + ", of one exchange and one writer",
-                      "{} writes, {} waits, {} resets".format(*counts),
-                      "give every handshake of a step words of its own")  # fmt: skip
+        yield Diagnostic(
+            "E404",
+            f"{title} is not written, waited for and reset once",
+            place(plan, step),
+            "one write, one wait" + ("" if kernel else ", one reset") + ", of one exchange and one writer",
+            "{} writes, {} waits, {} resets".format(*counts),
+            "give every handshake of a step words of its own",
+        )
         return
     if kernel:
         return
     write, wait, reset = writes[0][0], waits[0][0], resets[0][0]
     if not order.before(wait, reset):
-        yield Finding("E404", f"{title} is reset before it has been waited for", place(plan, reset), name(plan, wait),
-                      name(plan, reset), "wait first, then reset")  # fmt: skip
+        yield Diagnostic(
+            "E404",
+            f"{title} is reset before it has been waited for",
+            place(plan, reset),
+            name(plan, wait),
+            name(plan, reset),
+            "wait first, then reset",
+        )
     again = Step(write.rank, 1, write.number)
     if not order.before(reset, again):
-        yield Finding("E405", f"{title} may be written again before it is reset", place(plan, write),
-                      f"another exchange of both ranks between {name(plan, reset)} and {name(plan, again)}", "none",
-                      "add a second exchange to the step, or close it with a handshake")  # fmt: skip
+        yield Diagnostic(
+            "E405",
+            f"{title} may be written again before it is reset",
+            place(plan, write),
+            f"another exchange of both ranks between {name(plan, reset)} and {name(plan, again)}",
+            "none",
+            "add a second exchange to the step, or close it with a handshake",
+        )
 
 
-def exchange_order(plan: Plan, order: Order) -> Iterator[Finding]:
+def exchange_order(plan: Plan, order: Order) -> Iterator[Diagnostic]:
     """All exchanges of a rank are ordered one after another, and alike on all ranks: then they stay free of deadlock
     when hardware queues run a rank's streams one after another."""
     sequences: list[list[int]] = []
@@ -159,9 +201,14 @@ def exchange_order(plan: Plan, order: Order) -> Iterator[Finding]:
             first = Step(rank, 0, parts[two][0])
             for number in parts[one]:
                 if not order.before(Step(rank, 0, number), first):
-                    yield Finding("E402", f"two exchanges of rank {rank} are not ordered", place(plan, first),
-                                  f"{name(plan, Step(rank, 0, number))} before {name(plan, first)}", "no order",
-                                  "put them on one stream, or let the second wait for the first")  # fmt: skip
+                    yield Diagnostic(
+                        "E402",
+                        f"two exchanges of rank {rank} are not ordered",
+                        place(plan, first),
+                        f"{name(plan, Step(rank, 0, number))} before {name(plan, first)}",
+                        "no order",
+                        "put them on one stream, or let the second wait for the first",
+                    )
                     break
     for rank, sequence in enumerate(sequences):
         for other in range(rank + 1, len(sequences)):
@@ -169,7 +216,11 @@ def exchange_order(plan: Plan, order: Order) -> Iterator[Finding]:
             mine, theirs = ([e for e in s if e in common] for s in (sequence, sequences[other]))
             if mine != theirs:
                 at = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-                yield Finding("E403", f"ranks {rank} and {other} have exchanges in different orders", None,
-                              f"{plan.exchanges[mine[at]].name} next on both",
-                              f"{plan.exchanges[theirs[at]].name} on rank {other}",
-                              "issue exchanges in one order on all ranks")  # fmt: skip
+                yield Diagnostic(
+                    "E403",
+                    f"ranks {rank} and {other} have exchanges in different orders",
+                    None,
+                    f"{plan.exchanges[mine[at]].name} next on both",
+                    f"{plan.exchanges[theirs[at]].name} on rank {other}",
+                    "issue exchanges in one order on all ranks",
+                )

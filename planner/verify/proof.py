@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import ExchangeKind, Plan, Protocol
 from stepgraph.planner.verify import flags
-from stepgraph.planner.verify.findings import Finding, first_of_each, name, place
+from stepgraph.planner.verify.findings import first_of_each, name, place
 from stepgraph.planner.verify.order import order_of
 from stepgraph.planner.verify.races import races
 
@@ -34,7 +35,7 @@ _COLLECTIVES = "collectives of a communicator run in the order of issue, and non
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    findings: tuple[Finding, ...]
+    findings: tuple[Diagnostic, ...]
     assumptions: tuple[str, ...]
     """Of the hardware and the caller; the proof holds where they do."""
     replays: int
@@ -63,9 +64,16 @@ def prove(plan: Plan) -> Proof:
     found = [*flags.events(plan), *flags.spans(plan)]
     if order.stuck:
         heads = "; ".join(name(plan, step) for step in order.stuck)
-        found.append(Finding("E401", "the step does not finish", place(plan, order.stuck[0]),
-                             "every instruction can run in some order", f"these wait for ever: {heads}",
-                             "what they wait for is missing, or comes after them"))  # fmt: skip
+        found.append(
+            Diagnostic(
+                "E401",
+                "the step does not finish",
+                place(plan, order.stuck[0]),
+                "every instruction can run in some order",
+                f"these wait for ever: {heads}",
+                "what they wait for is missing, or comes after them",
+            )
+        )
         return Proof(first_of_each(found), assumptions(plan), REPLAYS, len(order.chain), 0)
     found += [*flags.joins(plan, order), *flags.words(plan, order), *flags.exchange_order(plan, order)]
     raced, compared = races(plan, order)

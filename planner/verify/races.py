@@ -9,8 +9,9 @@ from functools import cache
 
 import numpy as np
 
+from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import Collective, Drop, Load, Plan, Region, Run, Send, Store
-from stepgraph.planner.verify.findings import MAX_FINDINGS, Finding, name, place
+from stepgraph.planner.verify.findings import MAX_FINDINGS, name, place
 from stepgraph.planner.verify.order import Order, Step
 
 
@@ -121,7 +122,7 @@ def _pairs(plan: Plan, order: Order, group: list[Access], bytes_of: _Bytes) -> I
             yield one, two
 
 
-def _finding(plan: Plan, one: Access, two: Access) -> Finding:
+def _finding(plan: Plan, one: Access, two: Access) -> Diagnostic:
     buffer = plan.ranks[one.owner].buffers[one.buffer]
     is_target = one.buffer < len(plan.targets)
     dropped = any(isinstance(plan.ranks[a.step.rank].instructions[a.step.number], Drop) for a in (one, two))
@@ -137,7 +138,7 @@ def _finding(plan: Plan, one: Access, two: Access) -> Finding:
         if is_target
         else "let the second wait for an event that is recorded after the first"
     )
-    return Finding(
+    return Diagnostic(
         code,
         f"nothing orders two accesses to {buffer.name} of rank {one.owner}, {when}",
         place(plan, two.step) or place(plan, one.step),
@@ -151,7 +152,7 @@ def _words(region: Region) -> str:
     return f"rows {region.row}:{region.row + region.rows}, columns {region.col}:{region.col + region.cols}"
 
 
-def races(plan: Plan, order: Order) -> tuple[list[Finding], int]:
+def races(plan: Plan, order: Order) -> tuple[list[Diagnostic], int]:
     """The races, a few of each memory, and how many accesses were compared."""
     clusters = _clusters(plan)
     groups: dict[tuple[int, bool, int], list[Access]] = defaultdict(list)
@@ -161,7 +162,7 @@ def races(plan: Plan, order: Order) -> tuple[list[Finding], int]:
         groups[access.owner, is_target, clusters[access.buffer] if is_target else access.buffer].append(access)
         total += 1
     bytes_of = _Bytes(plan)
-    found: list[Finding] = []
+    found: list[Diagnostic] = []
     for (_, is_target, _), group in groups.items():
         if not is_target:
             found += _after_drop(plan, order, group)
@@ -176,7 +177,7 @@ def races(plan: Plan, order: Order) -> tuple[list[Finding], int]:
     return found, total
 
 
-def _overwritten(plan: Plan, order: Order, group: list[Access], bytes_of: _Bytes) -> Iterator[Finding]:
+def _overwritten(plan: Plan, order: Order, group: list[Access], bytes_of: _Bytes) -> Iterator[Diagnostic]:
     """Reads of a target whose bytes another target's write has replaced since they were written. No race need be in
     it: targets may share bytes only while neither holds what is still to be read."""
     if len({access.buffer for access in group}) < 2:
@@ -200,7 +201,7 @@ def _overwritten(plan: Plan, order: Order, group: list[Access], bytes_of: _Bytes
             for other in map(int, np.flatnonzero(later)):
                 late = writes[other]
                 if bytes_of.meet(read.owner, source.buffer, source.region, late.buffer, late.region):
-                    yield Finding(
+                    yield Diagnostic(
                         "E306",
                         f"{plan.ranks[read.owner].buffers[read.buffer].name} of rank {read.owner} is overwritten "
                         "before it is read",
@@ -212,13 +213,13 @@ def _overwritten(plan: Plan, order: Order, group: list[Access], bytes_of: _Bytes
                     return
 
 
-def _after_drop(plan: Plan, order: Order, group: list[Access]) -> Iterator[Finding]:
+def _after_drop(plan: Plan, order: Order, group: list[Access]) -> Iterator[Diagnostic]:
     """Uses of a buffer that come after it was dropped in the same replay."""
     drops = [a for a in group if isinstance(plan.ranks[a.step.rank].instructions[a.step.number], Drop)]
     for drop in drops:
         for other in group:
             if other.step.replay == drop.step.replay and other is not drop and order.before(drop.step, other.step):
-                yield Finding(
+                yield Diagnostic(
                     "E304",
                     f"{plan.ranks[drop.owner].buffers[drop.buffer].name} of rank {drop.owner} is used after its drop",
                     place(plan, other.step),
