@@ -104,3 +104,54 @@ def test_a_dropped_copy_or_edge_is_read_back(what: str) -> None:
     (told,) = on_ranks(1, functools.partial(dropped, plan, what))
     assert isinstance(told, str)
     assert "E608" in told, told
+
+
+def jittered(plan: Plan, replays: int, rank: int) -> int:
+    """How many of many replays, with fresh data and random delays of this rank's host, differ from the first rank's
+    word for it: inputs are replicated, so every rank must make the same output."""
+    import random
+    import time
+
+    import torch.distributed as dist
+
+    delays = random.Random(rank)
+    digests = []
+    with Session(plan, device="cuda", seed=0) as session:
+        step = session.capture()
+        inputs = {name: tensor.cuda() for name, tensor in random_inputs(plan, 0).items()}
+        for number in range(replays):
+            generator = torch.Generator("cuda").manual_seed(number)
+            inputs["latents"] = torch.randn(inputs["latents"].shape, generator=generator, device="cuda")
+            if delays.random() < 0.1:
+                time.sleep(delays.random() * 0.01)
+            output = step(**inputs)
+            assert isinstance(output, torch.Tensor)
+            digests.append(output.cpu())
+    gathered: list[object] = [None] * plan.world_size
+    dist.all_gather_object(gathered, torch.stack(digests))
+    first = gathered[0]
+    assert isinstance(first, torch.Tensor)
+    if rank == 0:  # and the same as fresh sessions make, replay by replay, on the cpu device
+        with torch.no_grad(), Session(plan, device="cpu", seed=0) as session:
+            step = session.capture()
+            host = random_inputs(plan, 0)
+            for number in range(0, replays, replays // 10):
+                generator = torch.Generator("cuda").manual_seed(number)
+                host["latents"] = torch.randn(host["latents"].shape, generator=generator, device="cuda").cpu()
+                want = step(**host)
+                assert isinstance(want, torch.Tensor)
+                torch.testing.assert_close(first[number], want, rtol=1e-4, atol=1e-5)
+    return int((torch.stack(digests) != first).flatten(1).any(1).sum())
+
+
+def test_replays_with_random_delays() -> None:
+    """CASES 1: each replay has fresh data and is checked, while ranks run ahead of each other."""
+    plan = small_plan("quickstart")
+    assert on_ranks(4, functools.partial(jittered, plan, 200)) == [0, 0, 0, 0]
+
+
+@pytest.mark.exhaustive
+def test_replays_of_sixty_layers_on_eight_ranks() -> None:
+    """Start the CUDA multi-process service first: without it the driver takes turns between the processes."""
+    plan = small_plan("quickstart", model__layers="60", mesh__ulysses="8")
+    assert on_ranks(8, functools.partial(jittered, plan, 300), seconds=400) == [0] * 8
