@@ -32,7 +32,14 @@ class MadeUpStages:
         inputs = [program.views[view] for view in run.inputs]
         outputs = [program.views[view] for view in run.outputs]
         dtype = getattr(torch, program.buffers[outputs[0].buffer].dtype)
-        return _MAKERS[op.kind](_Site(self.weights, plan, rank, op, inputs, outputs, dtype))
+        stage = _MAKERS[op.kind](_Site(self.weights, plan, rank, op, inputs, outputs, dtype))
+        one_dtype = all(getattr(torch, program.buffers[view.buffer].dtype) is dtype for view in inputs)
+        return stage if one_dtype or set(run.outputs) <= set(run.inputs) else _cast(stage, dtype)
+
+
+def _cast(stage: Stage, dtype: torch.dtype) -> Stage:
+    """``stage`` in the dtype of its results, whatever those of its inputs."""
+    return lambda tensors: stage([tensor.to(dtype) for tensor in tensors])
 
 
 class _Site:
@@ -52,6 +59,7 @@ class _Site:
         self.inputs, self.outputs = inputs, outputs
         self.options = dict(op.options)
         self.index, self.parts = plan.coordinate(rank, "tensor")
+        _, self.shards = plan.coordinate(rank, "ulysses")
         self.program = plan.ranks[rank]
 
     def box(self, view: View) -> tuple[int, int, int]:
@@ -72,6 +80,10 @@ class _Site:
 
     def scale(self, part: str, size: int) -> Tensor:
         return self.weights.scale(self.op.name, self.op.layer, part, size, self.dtype)
+
+    def has_part_of_rows(self, view: View) -> bool:
+        """Whether a view is cut from a buffer that holds more rows, as the rank's own rows of what is whole here."""
+        return self.shards > 1 and view.region.rows < self.program.buffers[view.buffer].rows
 
     def with_role(self, role: str) -> list[int]:
         return [index for index, operand in enumerate(self.op.inputs) if operand.role == role]
@@ -147,6 +159,9 @@ def _linear(site: _Site) -> Stage:
 def _call(site: _Site) -> Stage:
     boxes = [site.box(view) for view in site.inputs]
     made: list[tuple[int, list[Tensor]]] = []
+    for operand, view in zip(site.op.inputs, site.inputs, strict=True):
+        if site.has_part_of_rows(view) and any(view.region.rows != out.region.rows for out in site.outputs):
+            raise CapabilityError([_no_made_up_stage(site.op, "operands with the rows of the outputs", operand.name)])
     for number, view in enumerate(site.outputs):
         weights: list[Tensor] = []
         for index, (_, _, cols) in enumerate(boxes):
@@ -154,7 +169,8 @@ def _call(site: _Site) -> Stage:
             if cols == view.region.cols:
                 weights.append(site.weights.number(site.op.name, site.op.layer, part, site.dtype))
             elif site.options.get("features") == "cut":
-                raise CapabilityError([_no_made_up_stage(site.op)])
+                what = "operands as wide as the outputs, where each rank has a part of the features"
+                raise CapabilityError([_no_made_up_stage(site.op, what, site.op.inputs[index].name)])
             else:
                 weights.append(site.matrix(part, cols, view.region.cols))
         made.append((view.region.rows, weights))
@@ -166,15 +182,9 @@ def _call(site: _Site) -> Stage:
     return stage
 
 
-def _no_made_up_stage(op: Op) -> Diagnostic:
-    return Diagnostic(
-        "E602",
-        f"no stage can be made up for {op.name}",
-        None,
-        "operands as wide as the outputs, where each rank has a part of the features",
-        ", ".join(operand.name for operand in op.inputs),
-        "bind a stage of the model to it",
-    )
+def _no_made_up_stage(op: Op, expected: str, got: str) -> Diagnostic:
+    message = f"no stage can be made up for {op.name}"
+    return Diagnostic("E602", message, None, expected, got, "bind a stage of the model to it")
 
 
 def _concat(site: _Site) -> Stage:
@@ -187,7 +197,8 @@ def _guide(site: _Site) -> Stage:
 
 
 def _sum(site: _Site) -> Stage:
-    blocks = site.inputs[0].region.rows // max(1, site.outputs[0].region.rows)
+    rows = site.outputs[0].region.rows
+    blocks = site.inputs[0].region.rows // rows if rows else 1
     return lambda tensors: [reference.sum_blocks(tensors[0], blocks)]
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels.stages import Stage, StageMaker
+from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
 from stepgraph.planner.plan import (
     Collective,
     Drop,
@@ -92,7 +93,15 @@ class World:
             issue(plan, rank, queues, make_stages(plan, rank, stages))
 
     def run(self, loops: Sequence[HostLoop]) -> list[object]:
-        """Run one host loop a rank to its end; gives what each loop returns. A deadlock is a fault, and ends it."""
+        """Run one host loop a rank to its end; gives what each loop returns. A deadlock is a fault, and ends it.
+
+        Raises:
+            StepgraphError: E604 where an earlier run was left in the middle of a step.
+        """
+        if not all(queues.idle for queues in self.queues):
+            raise StepgraphError(
+                [Diagnostic("E604", "an earlier step has not finished", None, "a new session", "this one")]
+            )
         pace = [self.random.choice((1, 1, 4, 16)) for _ in range(self.chains)]  # some chains are slow
         results: list[object] = [None] * len(loops)
         hosts: list[HostLoop | None] = list(loops)
@@ -158,6 +167,8 @@ class RankQueues:
         self.work: list[list[_Work]] = [[] for _ in range(world.width)]
         self.next = [0] * world.width
         self.replay = -1
+        self.done = 0
+        """Replays that are over."""
         self.inputs: Inputs = ()
         self.outputs: dict[int, Tensor] | None = None
         self.events: dict[int, Ints] = {}
@@ -224,7 +235,8 @@ class RankQueues:
             if self.work[stream] and origin[chain] < self.world.clocks[chain][chain]:
                 name = self.plan.streams[stream]
                 self.world.report.fault("not joined", f"stream {name} of rank {self.rank} is not joined at the end")
-        self.world.report.replays = max(self.world.report.replays, self.replay + 1)
+        self.done += 1
+        self.world.report.replays = min(queues.done for queues in self.world.queues)
 
     def taken(self) -> Outputs:
         assert self.outputs is not None
@@ -421,7 +433,10 @@ class RankQueues:
                     self.memory.allocate(buffer)
             for part in collective.incoming:
                 self.write(collective.stream, self.program.views[part.view].buffer, part.region)
-            meeting().starts[self.rank] = self.world.clocks[chain].copy()
+            # Members learn that this rank has started, not that it is done with its parts.
+            start = self.world.clocks[chain].copy()
+            start[chain] -= 1
+            meeting().starts[self.rank] = start
             meeting().calls[self.rank] = collective
 
         def ready() -> bool:

@@ -33,7 +33,7 @@ def test_quickstart_by_hand() -> None:
         w.matrix("step.embed", None, "weight0.0", (16, 64), D),
         w.matrix("step.embed", None, "weight0.1", (1, 64), D),
     ]
-    x = functional.silu(torch.tanh(latents) @ embed[0] + torch.tanh(timestep.reshape(1, 1, 1)) @ embed[1])
+    x = functional.silu(torch.asinh(latents) @ embed[0] + torch.asinh(timestep.reshape(1, 1, 1)) @ embed[1])
     for layer in range(2):
         block = "self_attention"
         h = norm(x, w.scale(f"{block}.norm", layer, "weight", 64, D))
@@ -50,7 +50,7 @@ def test_quickstart_by_hand() -> None:
             w.matrix(f"{block}.mlp", layer, "down", (128, 64), D),
         )
         x = x + functional.gelu(h @ up) @ down
-    want = functional.silu(torch.tanh(x) @ w.matrix("step.head", None, "weight0.0", (64, 16), D))
+    want = functional.silu(torch.asinh(x) @ w.matrix("step.head", None, "weight0.0", (64, 16), D))
     (got,) = model({"latents": latents, "timestep": timestep, "rope": rope})
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
