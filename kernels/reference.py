@@ -71,15 +71,17 @@ def sum_blocks(stacked: Tensor, blocks: int) -> Tensor:
     return total.to(stacked.dtype)
 
 
-def mix(inputs: Sequence[Tensor], weights: Sequence[Tensor], rows: int) -> Tensor:
+def mix(inputs: Sequence[Tensor], weights: Sequence[Tensor], batch: int, rows: int) -> Tensor:
     """The made-up stage of a ``call``. Every row of the result, (batch, rows, width), is made from the same row of each
-    input, or, where an input has other rows, from their mean. A weight is a number where an input is as wide as the
-    result, else (features in, features out). asinh tames a timestep of hundreds and still tells it from the next."""
+    input, or, where an input has other rows, from their mean; the same goes for batches. A weight is a number where an
+    input is as wide as the result, else (features in, features out). asinh tames a timestep of hundreds and still tells
+    it from the next."""
     terms = []
     for tensor, weight in zip(inputs, weights, strict=True):
-        found = torch.asinh(tensor if tensor.shape[1] == rows else tensor.mean(1, keepdim=True))
+        found = tensor if tensor.shape[0] == batch else tensor.mean(0, keepdim=True)
+        found = torch.asinh(found if found.shape[1] == rows else found.mean(1, keepdim=True))
         terms.append(found * weight if weight.dim() == 0 else found @ weight)
     total = terms[0]
     for term in terms[1:]:
         total = total + term
-    return functional.silu(total).expand(-1, rows, -1)
+    return functional.silu(total).expand(batch, rows, -1).contiguous()

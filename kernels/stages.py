@@ -158,7 +158,7 @@ def _linear(site: _Site) -> Stage:
 
 def _call(site: _Site) -> Stage:
     boxes = [site.box(view) for view in site.inputs]
-    made: list[tuple[int, list[Tensor]]] = []
+    made: list[tuple[int, int, list[Tensor]]] = []
     for operand, view in zip(site.op.inputs, site.inputs, strict=True):
         if site.has_part_of_rows(view) and any(view.region.rows != out.region.rows for out in site.outputs):
             raise CapabilityError([_no_made_up_stage(site.op, "operands with the rows of the outputs", operand.name)])
@@ -173,11 +173,11 @@ def _call(site: _Site) -> Stage:
                 raise CapabilityError([_no_made_up_stage(site.op, what, site.op.inputs[index].name)])
             else:
                 weights.append(site.matrix(part, cols, view.region.cols))
-        made.append((view.region.rows, weights))
+        made.append((*site.box(view)[:2], weights))
 
     def stage(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         flat = [tensor.reshape(box) for tensor, box in zip(tensors, boxes, strict=True)]
-        return [reference.mix(flat, weights, rows) for rows, weights in made]
+        return [reference.mix(flat, weights, batch, rows) for batch, rows, weights in made]
 
     return stage
 

@@ -8,6 +8,7 @@ with the sharded run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from stepgraph.kernels import reference
 from stepgraph.kernels.weights import MadeUpWeights
 from stepgraph.planner import ops
 from stepgraph.planner.naming import base_name
+from stepgraph.planner.ops import Dims
 from stepgraph.planner.schedule import EachItem, Item, LayersItem, OpItem, Schedule
 
 
@@ -53,6 +55,16 @@ class Unsharded:
         return tuple(branches[0][name] for name in self.schedule.outputs)
 
 
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """The dimensions in front of a tensor's features."""
+
+    batch: bool
+    """Whether there is a batch; a rope table has none."""
+    rows: bool
+    """Whether there is a dimension that counts rows; a timestep has none."""
+
+
 class _Walk:
     """One step: the tensors that names mean in each branch of guidance, and how far the layers have come."""
 
@@ -61,6 +73,14 @@ class _Walk:
         self.layer = 0
         self.lengths: dict[str, tuple[int, ...]] = {}
         """Of concatenated tensors: the lengths of their segments."""
+        self.leads = {name: self.lead(spec.shape) for name, spec in self.schedule.inputs}
+
+    def lead(self, dims: Dims) -> Lead:
+        batch = dims[0] == "batch"
+        rest = dims[1:] if batch else dims
+        segments = dict(self.schedule.segments)
+        rows = bool(rest) and (rest[0] in segments or (len(rest) > 1 and rest[0] not in ("heads", "kv_heads")))
+        return Lead(batch, rows)
 
     def items(self, items: Iterable[Item], layer: int | None, suffix: str) -> None:
         for item in items:
@@ -100,8 +120,9 @@ class _Op:
         assert not isinstance(self.op, ops.Barrier)
         return [self.read(name) for name in self.op.in_]
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Give a name a tensor; what is as long as the op's first operand keeps its segments."""
+    def write(self, name: str, tensor: Tensor, lead: Lead | None = None) -> None:
+        """Give a name a tensor; what is as long as the op's first operand keeps its segments. ``lead`` is by default
+        that of the op's first operand."""
         full = f"{name}.{self.suffix}" if self.suffix and "." not in name else name
         assert not isinstance(self.op, ops.Barrier)
         segments = self.walk.lengths.get(self.full(self.op.in_[0]))
@@ -109,6 +130,7 @@ class _Op:
             self.walk.lengths[full] = segments
         else:
             self.walk.lengths.pop(full, None)
+        self.walk.leads[full] = lead or self.walk.leads[self.full(self.op.in_[0])]
         self.tensors[full] = tensor
 
     def matrix(self, part: str, rows: int, cols: int) -> Tensor:
@@ -162,7 +184,7 @@ def _attention(o: _Op) -> None:
     q, k, v = (torch.cat(part, dim=1) for part in parts)
     outs = reference.attention(q, k, v).split([part.shape[1] for part in parts[0]], dim=1)
     for suffix, out in zip(o.op.concat, outs, strict=True):
-        o.write(f"{o.op.out}.{suffix}", out)
+        o.write(f"{o.op.out}.{suffix}", out, Lead(batch=True, rows=True))
 
 
 def _linear(o: _Op) -> None:
@@ -178,39 +200,35 @@ def _linear(o: _Op) -> None:
         o.write(name, result.unflatten(-1, (sizes[width], sizes["head_dim"])) if heads else result)
 
 
-def _box(x: Tensor, has_batch: bool) -> Tensor:
+def _box(x: Tensor, lead: Lead) -> Tensor:
     """A tensor as (batch, rows, features)."""
-    if not has_batch:
+    if not lead.batch:
         x = x.unsqueeze(0)
-    if x.dim() == 1:
-        return x.reshape(-1, 1, 1)
-    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(2)
+    if not lead.rows:
+        x = x.unsqueeze(1)
+    return x.unsqueeze(2) if x.dim() == 2 else x.flatten(2)
 
 
 def _call(o: _Op) -> None:
     assert isinstance(o.op, ops.Call)
-    sizes, batch = o.walk.schedule.sizes, o.walk.schedule.batch
-    inputs = []
-    for name in o.op.in_:
-        x = o.read(name)
-        spec = dict(o.walk.schedule.inputs).get(o.full(name))
-        inputs.append(_box(x, spec is None or spec.shape[0] == "batch"))
+    sizes = o.walk.schedule.sizes
+    inputs = [_box(o.read(name), o.walk.leads[o.full(name)]) for name in o.op.in_]
     for number, out in enumerate(o.op.out):
         if o.op.like is not None:
             like = o.op.like if isinstance(o.op.like, str) else o.op.like[out]
-            shape = tuple(o.read(like).shape)
+            shape, lead = tuple(o.read(like).shape), o.walk.leads[o.full(like)]
         else:
             dims = o.op.shape[out] if isinstance(o.op.shape, dict) else o.op.shape
             assert dims is not None
-            shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims)
-        rows, cols = _box(torch.empty(shape, device="meta"), has_batch=True).shape[1:]
+            shape, lead = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims), o.walk.lead(dims)
+        batch, rows, cols = _box(torch.empty(shape, device="meta"), lead).shape
         weights = [
             o.weights.number(o.name, o.layer, f"weight{number}.{index}", o.dtype)
             if x.shape[-1] == cols
             else o.matrix(f"weight{number}.{index}", x.shape[-1], cols)
             for index, x in enumerate(inputs)
         ]
-        o.write(out, reference.mix(inputs, weights, rows).expand(batch, -1, -1).reshape(shape))
+        o.write(out, reference.mix(inputs, weights, batch, rows).reshape(shape), lead)
 
 
 def _identity(o: _Op) -> None:
@@ -223,15 +241,9 @@ def _identity(o: _Op) -> None:
 def _concat(o: _Op) -> None:
     assert isinstance(o.op, ops.Concat)
     parts = o.read_all()
-    rows = 0 if _is_table(o) else 1
+    rows = 1 if o.walk.leads[o.full(o.op.in_[0])].batch else 0
     o.write(o.op.out, torch.cat(parts, dim=rows))
     o.walk.lengths[o.op.out] = tuple(part.shape[rows] for part in parts)
-
-
-def _is_table(o: _Op) -> bool:
-    """Whether the operand has no batch, as a rope table."""
-    assert isinstance(o.op, ops.Concat)
-    return o.read(o.op.in_[0]).dim() == 2
 
 
 def _split(o: _Op) -> None:
@@ -251,6 +263,7 @@ def _guide(o: _Op) -> None:
     else:
         cond, uncond = o.read_all()
     guided = reference.guide(cond, uncond, o.read(o.op.scale))
+    o.walk.leads[o.op.out] = o.walk.leads[o.full(o.op.in_[0])]
     for tensors in o.walk.branches:
         tensors[o.op.out] = guided
 

@@ -75,8 +75,8 @@ def test_guidance() -> None:
 def test_made_up_stage_commutes_with_cutting_rows() -> None:
     rows, whole = randn(2, 6, 4), randn(2, 1, 3)
     weights = [randn(4, 8), randn(3, 8)]
-    full = reference.mix([rows, whole], weights, 6)
-    parts = [reference.mix([part, whole], weights, part.shape[1]) for part in rows.split([4, 2], dim=1)]
+    full = reference.mix([rows, whole], weights, 2, 6)
+    parts = [reference.mix([part, whole], weights, 2, part.shape[1]) for part in rows.split([4, 2], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), full)
 
 

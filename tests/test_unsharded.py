@@ -6,7 +6,9 @@ from torch.nn import functional
 
 from stepgraph.kernels.unsharded import Unsharded
 from stepgraph.kernels.weights import MadeUpWeights
-from stepgraph.planner.schedule import load_schedule, schedule_path
+from stepgraph.planner.compile import compile_schedule
+from stepgraph.planner.schedule import load_schedule, read_schedule, schedule_path
+from stepgraph.runtime.simulate import simulate
 
 from support.sizes import small_schedule
 
@@ -67,3 +69,38 @@ def test_interpreter_uses_no_plan() -> None:
     passes = {"expand", "opgraph", "streams", "memory", "lower", "plan", "compile", "values", "shares"}
     imported = {value.__module__.rpartition(".")[2] for value in vars(module).values() if hasattr(value, "__module__")}
     assert not imported & passes
+
+
+MADE_TABLES = """
+version: 1
+name: made-tables
+model: {layers: 1, hidden: 16, heads: 4, head_dim: 4, ffn: 8, dtype: float32}
+mesh: {ulysses: 2}
+shape: {batch: 2, seq: 7}
+inputs:
+  latents: {shape: [batch, seq, 6]}
+  timestep: {shape: [batch, seq]}
+  positions: {shape: [seq]}
+  scale: {shape: [heads, head_dim]}
+outputs: [noise]
+step:
+  - call: {name: table, in: [positions, scale], out: rope, shape: [seq, head_dim]}
+  - call: {name: embed, in: [latents, timestep, rope], out: x, shape: [batch, seq, hidden]}
+  - call: {name: pooled, in: timestep, out: temb, shape: [batch, 3, hidden]}
+  - shard: [x, rope]
+  - linear: {name: qk, in: x, out: {q: heads, k: kv_heads, v: kv_heads}}
+  - rope: {in: [q, k], rope: rope}
+  - send: {in: [q, k, v], barrier: true}
+  - attention: {in: [q, k, v], out: o}
+  - gather: o
+  - call: {name: head, in: [o, temb], out: noise, shape: [batch, seq, 6]}
+  - all_gather: noise
+"""
+
+
+def test_tensors_without_batch_rows_or_features() -> None:
+    """Tables that a stage makes, a timestep a token, plain numbers a token: whatever the mesh, the same numbers."""
+    for batch in ("1", "2"):
+        overrides = (("shape.batch", batch),)
+        report = simulate(compile_schedule(read_schedule(MADE_TABLES, "tables.yaml", overrides)), steps=2, seed=0)
+        assert report.ok, report
