@@ -19,6 +19,7 @@ def _target(r: Rule, op: ops.Exchanging | ops.Guide, operand: Operand, placement
     memory = replace(
         memory_for(value.name, value.form, placement, r.e.schedule),
         space=Space.TARGET,
+        dtype=r.e.memories[value.memory].dtype,
         copies=copies,
         family=f"{r.site.name}:{value.name}",
         buffers=None if op.buffers == "auto" else op.buffers,
@@ -36,7 +37,8 @@ def _exchange(
         outputs = []
         for operand in operands:
             value = r.value(operand)
-            memory = replace(memory_for(value.name, value.form, placement, r.e.schedule), copies=copies)
+            dtype = r.e.memories[value.memory].dtype
+            memory = replace(memory_for(value.name, value.form, placement, r.e.schedule), dtype=dtype, copies=copies)
             outputs.append(r.e.value(Value(value.name, r.e.memory(memory), value.form, placement, False, 0)))
         r.node(Action.COLLECTIVE, [("in", o.value) for o in operands], outputs, axis=axis)
         return outputs

@@ -194,7 +194,9 @@ class _Rank:
             instructions += [Drop(stream, self.buffer_of[m]) for m in plan.drop_after.get(index, ())]
             instructions += [Record(stream, event) for event in self.tables.recorded.get(index, ())]
         instructions += [WaitEvent(0, self.tables.events[source, end]) for source in plan.streams.joins]
-        instructions += [Drop(self.buffers[self.buffer_of[m]].stream, self.buffer_of[m]) for m in plan.drop_at_end]
+        # Behind the join only the origin knows that every reader is done; what other streams own ends with the replay.
+        ending = [self.buffer_of[memory] for memory in plan.drop_at_end]
+        instructions += [Drop(0, buffer) for buffer in ending if self.buffers[buffer].stream == 0]
         return RankProgram(tuple(self.buffers), tuple(self.views), tuple(instructions))
 
     def issue(self, index: int, node: Node, stream: int) -> Iterator[Instruction]:

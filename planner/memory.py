@@ -43,7 +43,7 @@ class MemoryPlan:
     drop_after: dict[int, tuple[int, ...]]
     """The memories to drop just after a node."""
     drop_at_end: tuple[int, ...]
-    """The memories to drop after the join."""
+    """The memories whose own stream never waits for all their users: they last until the join."""
 
 
 @dataclass(frozen=True, slots=True)

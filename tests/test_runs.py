@@ -168,3 +168,45 @@ def test_guidance_of_two_tensors() -> None:
     )
     plan = compile_schedule(read_schedule(text, "guided.yaml"))
     assert simulate(plan, steps=2, seed=0).ok
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", SHIPPED)
+def test_ops_on_any_of_several_streams(name: str, seed: int) -> None:
+    """Compute streams may be many: kinds are put on random streams, and every plan is proven and runs clean."""
+    import random
+
+    from stepgraph.planner.compile import compile_schedule
+    from stepgraph.planner.ops import OP_KINDS
+    from stepgraph.planner.schedule import read_schedule
+
+    from support.sizes import small_schedule
+
+    tree = small_schedule(name).tree
+    streams = "streams: {compute: {}, copy: {}, second: {}, third: {}}"
+    text = "\n".join(streams if line.startswith("streams:") else line for line in tree.text.splitlines())
+    pick = random.Random(f"{name}{seed}")
+    chosen = tuple(
+        (f"defaults.{kind}.stream", pick.choice(["compute", "copy", "second", "third"]))
+        for kind in OP_KINDS
+        if pick.random() < 0.5
+    )
+    plan = compile_schedule(read_schedule(text, f"{name}.yaml", (*tree.overrides, *chosen)))
+    proof = prove(plan)
+    assert proof.ok, [finding.render() for finding in proof.findings]
+    assert simulate(plan, steps=2, seed=seed).ok
+
+
+@pytest.mark.parametrize("via", ["copy", "nccl"])
+def test_exchange_of_an_input_of_another_dtype(via: str) -> None:
+    from stepgraph.planner.compile import compile_schedule
+    from stepgraph.planner.schedule import read_schedule
+
+    from support.sizes import small_schedule
+
+    tree = small_schedule("quickstart", model__dtype="bfloat16").tree
+    text = tree.text.replace("rope: {shape: [seq, head_dim]}", "rope: {shape: [seq, head_dim], dtype: float32}")
+    text = text.replace("  - shard: [x, rope]", f"  - shard: [x, rope]\n  - all_gather: {{in: rope, via: {via}}}")
+    plan = compile_schedule(read_schedule(text, "wide.yaml", tree.overrides))
+    assert prove(plan).ok
+    assert simulate(plan, steps=2, seed=0).ok
