@@ -307,6 +307,11 @@ def call(r: Rule, op: ops.Call) -> None:
     if not joined:
         return r.give_up(op.out)
     placement, inputs = joined
+    made = {dim.segments for form in forms for dim in form}
+    for index, operand in enumerate(operands):
+        row = row_dim(r.value(operand).form)
+        if placement is Placement.SEQUENCE and row is not None and row.segments not in made:
+            inputs[index] = operand  # rows of another sequence than the outputs': whole where it is replicated
     needed = DimKind.SEQUENCE if placement is Placement.SEQUENCE else DimKind.HEADS
     for out, form in zip(op.out, forms, strict=True):
         if placement is not Placement.REPLICATED and not any(dim.kind is needed for dim in form):

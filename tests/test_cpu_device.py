@@ -77,11 +77,24 @@ def test_partial_sums_of_ranks_without_tokens(ulysses: int) -> None:
     assert simulate(small_plan("minimax_h3_tp2_u2", **more), steps=2, seed=0).ok
 
 
-def test_no_stage_is_made_up_from_a_part_of_other_rows() -> None:
-    """The mean over a rank's own rows of a text is not the mean over the text: refused rather than wrong."""
+def with_text(shard: bool) -> str:
+    """A head that also sees a text, whole or each rank's own rows of it."""
     text = GATHERED_TARGET.replace("seq: 9}", "seq: {seq: 9, txt: 4}}")
     text = text.replace("outputs:", "  text: {shape: [batch, txt, 5]}\noutputs:")
-    text = text.replace("name: head, in: x,", "name: head, in: [x, text],")
+    head = "  - call: {name: head, in: x,"
+    assert head in text
+    return text.replace(head, ("  - shard: text\n" if shard else "") + head.replace("in: x,", "in: [x, text],"))
+
+
+def test_a_replicated_operand_of_another_sequence_stays_whole() -> None:
+    plan = compile_schedule(read_schedule(with_text(shard=False), "text.yaml"))
+    report = simulate(plan, steps=2, seed=0)
+    assert report.ok, report
+
+
+def test_no_stage_is_made_up_from_a_part_of_other_rows() -> None:
+    """The mean over a rank's own rows of a text is not the mean over the text: refused rather than wrong."""
+    text = with_text(shard=True)
     plan = compile_schedule(read_schedule(text, "text.yaml"))
     with pytest.raises(CapabilityError, match=r"E602[^$]*step.head[^$]*text"):
         Session(plan, device="cpu")
