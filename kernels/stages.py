@@ -24,8 +24,12 @@ StageMaker = Callable[[Plan, int, Run], Stage]
 class MadeUpStages:
     """A ``StageMaker``: reference arithmetic with made-up weights, cut for the rank where the op is split."""
 
-    def __init__(self, seed: int = 0, device: torch.device | None = None) -> None:
-        self.weights = MadeUpWeights(seed, device or torch.device("cpu"))
+    def __init__(self, seed: int = 0, device: torch.device | None = None, drawn_there: bool = False) -> None:
+        self.weights = MadeUpWeights(seed, device or torch.device("cpu"), drawn_there)
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The weights that have been made up so far."""
+        return self.weights.named()
 
     def __call__(self, plan: Plan, rank: int, run: Run) -> Stage:
         op, program = plan.ops[run.op], plan.ranks[rank]

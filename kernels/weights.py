@@ -16,6 +16,8 @@ class MadeUpWeights:
 
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    drawn_there: bool = False
+    """Draw on ``device``: much faster on a GPU, and other numbers than on the cpu."""
     _kept: dict[tuple[str, int | None, str, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     def matrix(self, op: str, layer: int | None, part: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -30,6 +32,13 @@ class MadeUpWeights:
         """A single number near 1."""
         return self._get(op, layer, part, (), dtype, 0.1, 1.0)
 
+    def named(self) -> list[tuple[str, Tensor]]:
+        """What has been drawn so far, by name."""
+        return [
+            (f"{op}{'' if layer is None else f'[{layer}]'}.{part}", tensor)
+            for (op, layer, part, _), tensor in self._kept.items()
+        ]
+
     def _get(
         self,
         op: str,
@@ -43,8 +52,9 @@ class MadeUpWeights:
         key = (op, layer, part, dtype)
         if key not in self._kept:
             digest = hashlib.sha256(f"{self.seed}/{op}/{layer}/{part}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            drawn = torch.randn(shape, generator=generator, dtype=torch.float32) * deviation + mean
+            where = self.device if self.drawn_there else torch.device("cpu")
+            generator = torch.Generator(where).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device=where) * deviation + mean
             # Rounded to bfloat16 first, so that a model in any dtype has the same weights exactly.
             self._kept[key] = drawn.bfloat16().to(self.device, dtype)
         assert self._kept[key].shape == shape, f"{op}.{part} has two shapes"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from cuda.bindings import driver
 
+from stepgraph.kernels.cuda_call import checked
 from stepgraph.kernels.stages import Stage
-from stepgraph.planner.plan import Plan, Reset, Signal, Wait
-from stepgraph.runtime.cuda import CudaRank, checked
+from stepgraph.planner.plan import Instruction, Reset, Signal, Wait
+from stepgraph.runtime.cuda import CudaRank
 from stepgraph.runtime.executor import issue
 
 Nodes = frozenset[int]
@@ -24,9 +26,27 @@ class Capture:
     """Captured, not yet instantiated."""
     marks: Mapping[int, Nodes]
     """For each instruction, the last nodes on its stream once it was issued."""
+    counts: Mapping[int, int]
+    """For each instruction, how many nodes the graph had once it was issued."""
     seconds: float
     pool_bytes: int
     """What the capture has reserved for tensors."""
+
+
+def issued_together(items: Sequence[Instruction]) -> list[range]:
+    """The program in pieces that are issued at once: a signal, wait and reset of one exchange that follow each other,
+    else a single instruction."""
+    found: list[range] = []
+    for number, item in enumerate(items):
+        before = items[number - 1] if number else None
+        parts = (Signal, Wait, Reset)
+        if isinstance(item, parts) and isinstance(before, parts):
+            goes_on = before.exchange == item.exchange and before.stream == item.stream
+            if goes_on and not isinstance(item, Signal):
+                found[-1] = range(found[-1].start, number + 1)
+                continue
+        found.append(range(number, number + 1))
+    return found
 
 
 def last_nodes(stream: torch.cuda.Stream) -> Nodes:
@@ -38,29 +58,71 @@ def last_nodes(stream: torch.cuda.Stream) -> Nodes:
     return frozenset(int(node) for node in nodes)
 
 
-def capture(plan: Plan, rank: int, device: CudaRank, stages: Mapping[int, Stage]) -> Capture:
-    """Capture one replay. Everything that allocates outside of the graph's pool, or loads a kernel, has happened."""
+def node_count(stream: torch.cuda.Stream) -> int:
+    """How many nodes the graph has so far that a stream is captured into."""
+    info = checked(driver.cuStreamGetCaptureInfo(driver.CUstream(stream.cuda_stream)))
+    graph = next(part for part in info if isinstance(part, driver.CUgraph))
+    return int(checked(driver.cuGraphGetNodes(graph, 0))[1])
+
+
+@contextmanager
+def _no_symmetric_allocation() -> Iterator[None]:
+    """Allocating or mapping symmetric memory under capture breaks it, or the graph, in silence: here it raises."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("symmetric memory can't be allocated or mapped while a step is captured")
+
+    originals = {name: getattr(symmetric, name) for name in ("empty", "rendezvous")}
+    for name in originals:
+        setattr(symmetric, name, refuse)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(symmetric, name, original)
+
+
+def capture(device: CudaRank, stages: Mapping[int, Stage]) -> Capture:
+    """Capture one replay. Everything that allocates outside of the graph's pool, or loads a kernel, has happened.
+
+    Raises:
+        StageError: E610 where a stage can't be captured.
+    """
+    plan, rank = device.plan, device.site.rank
     items = plan.ranks[rank].instructions
+    pieces = {piece.stop - 1: piece for piece in issued_together(items)}
     marks: dict[int, Nodes] = {}
-    batched: list[int] = []
+    counts: dict[int, int] = {}
 
     def after(number: int) -> None:
-        item = items[number]
-        if isinstance(item, Signal | Wait | Reset):
-            batched.append(number)
-            following = items[number + 1] if number + 1 < len(items) else None
-            if isinstance(following, Signal | Wait | Reset) and following.exchange == item.exchange:
-                return  # the batch goes on
-            device.finish()
-        nodes = last_nodes(device.streams[item.stream])
-        for done in [*batched, number]:
-            marks[done] = nodes
-        batched.clear()
+        if number in pieces:
+            device.channel.flush()
+            stream = device.streams[items[number].stream]
+            nodes, count = last_nodes(stream), node_count(stream)
+            for done in pieces[number]:
+                marks[done], counts[done] = nodes, count
 
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    before = torch.cuda.memory_reserved(device.device)
+    before = torch.cuda.memory_reserved(device.site.device)
     started = time.perf_counter()
-    with torch.cuda.graph(graph, stream=device.streams[0], capture_error_mode="thread_local"):
-        issue(plan, rank, device, stages, after)
+    failure: Exception | None = None
+    try:
+        with (
+            _no_symmetric_allocation(),
+            torch.cuda.graph(graph, stream=device.streams[0], capture_error_mode="thread_local"),
+        ):
+            device.capturing = True
+            try:
+                issue(plan, rank, device, stages, after)
+            except Exception as error:
+                failure = error
+                raise
+            finally:
+                device.capturing = False
+    except Exception:
+        if failure is not None:  # that the capture could not end is what follows from it
+            raise failure from failure.__cause__
+        raise
     seconds = time.perf_counter() - started
-    return Capture(graph, marks, seconds, torch.cuda.memory_reserved(device.device) - before)
+    return Capture(graph, marks, counts, seconds, torch.cuda.memory_reserved(device.site.device) - before)

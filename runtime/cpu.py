@@ -36,6 +36,7 @@ from stepgraph.planner.plan import (
 )
 from stepgraph.runtime.cpu_memory import Movements, Race, RankMemory, Report, describe, fresh_clock
 from stepgraph.runtime.executor import issue, make_stages
+from stepgraph.runtime.movement import collective_views
 from stepgraph.runtime.shadow import Conflict, Ints
 
 Inputs = Sequence[Tensor]
@@ -68,7 +69,7 @@ class _Rendezvous:
 class World:
     """All ranks of a plan: the cpu side of a session."""
 
-    device_type = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self, plan: Plan, stages: StageMaker, seed: int = 0) -> None:
         self.plan = plan
@@ -92,8 +93,9 @@ class World:
         for rank, queues in enumerate(self.queues):
             issue(plan, rank, queues, make_stages(plan, rank, stages))
 
-    def run(self, loops: Sequence[HostLoop]) -> list[object]:
+    def run(self, loops: Sequence[HostLoop], views: bool = False) -> list[object]:
         """Run one host loop a rank to its end; gives what each loop returns. A deadlock is a fault, and ends it.
+        Outputs are the host's own, with ``views`` too: the next step may change them, and does not.
 
         Raises:
             StepgraphError: E604 where an earlier run was left in the middle of a step.
@@ -129,8 +131,9 @@ class World:
             host = hosts[rank]
             assert host is not None
             try:
-                inputs = next(host) if self.queues[rank].outputs is None else host.send(self.queues[rank].taken())
-                self.queues[rank].start(inputs)
+                queues = self.queues[rank]
+                inputs = next(host) if queues.outputs is None else host.send(queues.taken())
+                queues.start(inputs)
             except StopIteration as end:
                 results[rank] = end.value
                 hosts[rank] = None
@@ -344,7 +347,6 @@ class RankQueues:
         view = self.program.views[send.source]
         peer = self.world.memories[send.peer]
         moved = (send.op, 0)
-        self.world.movements.expect(send.exchange, moved, send.peer, send.target)
 
         def run() -> None:
             whole = self.memory.region(view.buffer, view.region)
@@ -424,10 +426,9 @@ class RankQueues:
             self.enter(collective.exchange, collective.stream)
             for part in collective.outgoing:
                 self.read(collective.stream, self.program.views[part.view].buffer, part.region)
-            for index, view in enumerate(sources):
-                self.world.movements.note(
-                    (collective.op, index), self.rank, self.replay, self.memory.region(view.buffer, view.region)
-                )
+            for moved, view in collective_views(self.program, collective):
+                source = self.memory.region(view.buffer, view.region)
+                self.world.movements.note(moved, self.rank, self.replay, source)
             for buffer in dict.fromkeys(self.program.views[part.view].buffer for part in collective.incoming):
                 if buffer >= len(self.plan.targets):
                     self.memory.allocate(buffer)
@@ -451,10 +452,6 @@ class RankQueues:
             self.leave(collective.exchange, collective.stream)
             self.world.movements.check(collective.exchange, self.rank, self.replay)
 
-        sources = [self.program.views[view] for view in dict.fromkeys(part.view for part in collective.outgoing)]
-        results = dict.fromkeys(self.program.views[part.view].buffer for part in collective.incoming)
-        for index, buffer in enumerate([] if collective.reduce else results):
-            self.world.movements.expect(collective.exchange, (collective.op, index), self.rank, buffer)
         self.exchange(collective.exchange)
         what = f"collective {self.exchange_name(collective.exchange)}"
         self.work[collective.stream].append(_Work(number, what, run, ready, arrive))

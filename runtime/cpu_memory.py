@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.planner.plan import Plan, Region, View
-from stepgraph.runtime.movement import assemble, bits
+from stepgraph.runtime.movement import Moved, endings, moved_right
 from stepgraph.runtime.shadow import Conflict, Ints, Shadow
 
 POISON = 0xFF
@@ -144,10 +143,6 @@ class RankMemory:
             self.tensors[buffer].fill_(float("nan"))
 
 
-Moved = tuple[int, int]
-"""An op that moves data, and which of its operands."""
-
-
 class Movements:
     """Holds what every exchange moved against what the members' sources held when they were sent, bit for bit."""
 
@@ -155,11 +150,7 @@ class Movements:
         self.plan, self.memories, self.report = plan, memories, report
         self.sent: dict[tuple[Moved, int, int], Tensor] = {}
         """(op, rank, replay) -> the source view when it was first read."""
-        self.closed: dict[tuple[int, int], dict[Moved, int]] = defaultdict(dict)
-        """(exchange, rank) -> the buffer in which each op that it closes ends there."""
-
-    def expect(self, exchange: int, moved: Moved, peer: int, buffer: int) -> None:
-        self.closed[exchange, peer][moved] = buffer
+        self.ends = endings(plan)
 
     def note(self, moved: Moved, rank: int, replay: int, source: Tensor) -> None:
         if (moved, rank, replay) not in self.sent:
@@ -168,17 +159,12 @@ class Movements:
 
     def check(self, exchange: int, rank: int, replay: int) -> None:
         """After an exchange: each buffer of ``rank`` that it closes holds what its group sent."""
-        group = self.plan.groups[self.plan.exchanges[exchange].group]
-        for moved, buffer in self.closed[exchange, rank].items():
-            # A member without rows sends nothing, and nothing is sent to one that ends with none.
-            sources = [self.sent[moved, member, replay] for member in group if (moved, member, replay) in self.sent]
-            ends = [self.closed[exchange, member].get(moved, buffer) for member in group]
-            boxes = [self.memories[m].program.buffers[b] for m, b in zip(group, ends, strict=True)]
+        for moved, buffer in self.ends.get((exchange, rank), {}).items():
+            found = {m: self.sent.get((moved, m, replay)) for m in range(self.plan.world_size)}
+            sent = {member: source for member, source in found.items() if source is not None}
             got = self.memories[rank].tensors[buffer]
             self.report.movements_checked += 1
-            kind = self.plan.ops[moved[0]].kind
-            want = assemble(kind, sources, boxes, group.index(rank)) if sources else None
-            if want is None or want.shape != got.shape or not torch.equal(bits(got), bits(want)):
+            if not moved_right(self.plan, exchange, rank, moved, self.ends, sent, got):
                 self.report.movement_exact = False
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,125 +12,268 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgraph.kernels.stages import StageMaker
-from stepgraph.planner.plan import Load, Plan
+from stepgraph.planner.diagnostics import CapabilityError, Diagnostic
+from stepgraph.planner.plan import Collective, Load, Plan, Signal
 from stepgraph.runtime import group, readback
+from stepgraph.runtime.bindings import ParameterWatch
 from stepgraph.runtime.capture import Capture, capture
 from stepgraph.runtime.cpu import HostLoop
-from stepgraph.runtime.cuda import CudaRank, block_bytes
+from stepgraph.runtime.cuda import CudaRank, Watcher
 from stepgraph.runtime.executor import issue, make_stages
+from stepgraph.runtime.transport.collective import CollectiveTransport, on_host
 from stepgraph.runtime.transport.ipc import IpcTransport
+from stepgraph.runtime.transport.mapped import MappedChannel
+from stepgraph.runtime.transport.mapping import Channel, PeerMemory, RankSite, Transport, block_bytes
+from stepgraph.runtime.transport.solo import SoloTransport
 from stepgraph.runtime.transport.symmetric import SymmetricTransport
+
+TIME_LIMIT = 120.0
+"""Seconds that a step of the self-test may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureFacts:
-    """What a session tells of its captured step."""
+    """What a session tells of its step."""
 
     transport: str
     passed_over: tuple[str, ...]
     """Why other transports were not taken."""
+    eager_because: str
+    """Why the step is not captured; empty where it is."""
     capture_seconds: float
-    nodes: dict[str, int]
+    nodes: Mapping[str, int]
+    """Of the captured graph, by type."""
+    planned_nodes: Mapping[str, int]
+    """Those that the plan itself asks for; the others are what stages and collectives became."""
     arena_bytes: int
     pool_bytes: int
 
 
+def transports(device: torch.device) -> tuple[Transport, ...]:
+    """What there is to move data with between ranks, best first."""
+    return SymmetricTransport(device), IpcTransport(device), CollectiveTransport(device)
+
+
 class CudaBackend:
-    """One rank. In this order: the group agrees on plan and transport; arena and flags are allocated, zeroed and
-    mapped; every stage is warmed on its stream by an eager step; the step is captured, read back, instantiated."""
+    """One rank. In this order: the group agrees on plan and versions and votes for a transport; the arena and the flags
+    are reserved, zeroed and mapped; every stage is warmed on its stream in a rehearsal that meets nobody; the group
+    runs a step eagerly; the step is captured, read back, instantiated and replayed twice. Where a rank fails, all do;
+    where a step does not finish in time, all try the next transport."""
 
-    device_type = "cuda"
-
-    def __init__(self, plan: Plan, stages: StageMaker, eager: bool) -> None:
-        self.plan = plan
-        group.check_group(plan)
-        self.rank = dist.get_rank()
+    def __init__(self, plan: Plan, stages: StageMaker, eager: bool, solo: bool) -> None:
+        self.plan, self.solo = plan, solo
+        self.rank = 0 if solo else dist.get_rank()
         self.ranks: Sequence[int] = (self.rank,)
         self.device = torch.device("cuda", torch.cuda.current_device())
-        transports = (SymmetricTransport(self.device), IpcTransport(self.device))
-        self.transport, passed_over = group.choose(plan.transport, transports)
-        self.memory = self.transport.allocate(block_bytes(plan))
-        groups = {number: self._group(members) for number, members in enumerate(plan.groups)}
-        self.worker = CudaRank(plan, self.rank, self.memory, self.device, groups)
-        self.stages = make_stages(plan, self.rank, stages)
+        self.groups = self._groups(eager)
+        self.eager_because = "eager was asked for" if eager else ""
+        self.watcher: Watcher | None = None
+        self.stages = group.together("making stages", lambda: make_stages(plan, self.rank, stages))
+        self.parameters = ParameterWatch(stages)
+        self.streams = tuple(
+            # Copies first: a priority is kept on kernels only, and costs nothing.
+            torch.cuda.Stream(self.device, priority=0 if number == 0 else -1)
+            for number in range(len(plan.streams))
+        )
+        self.rescue = torch.cuda.Stream(self.device, priority=-1)
+        self.worker: CudaRank | None = None
+        self.captured: Capture | None = None
         self.taken: torch.cuda.Event | None = None
         """When the caller's stream has taken the last outputs."""
+        self.one_at_a_time = threading.Lock()
+        choices = (SoloTransport(self.device, plan.world_size),) if solo else transports(self.device)
+        found, passed_over = group.choose("auto" if solo else plan.transport, choices, self._attempt)
+        self.facts = self._facts(found, passed_over)
+
+    def _groups(self, eager: bool) -> dict[int, dist.ProcessGroup | None]:
+        """The process group of each of the plan's groups; None for a rank alone. Collective."""
+        if self.solo:
+            if dist.is_initialized():
+                raise CapabilityError(
+                    [Diagnostic("E606", "a rank alone has no group", None, "no process group", "one that is there")]
+                )
+            if any(isinstance(item, Collective) for item in self.plan.ranks[self.rank].instructions):
+                message, hint = (
+                    "a rank alone has nobody for a collective",
+                    "--set defaults.gather.via=copy, and the like",
+                )
+                raise CapabilityError([Diagnostic("E606", message, None, "via: copy", "via: nccl", hint)])
+            return dict.fromkeys(range(len(self.plan.groups)))
+        group.check_group(self.plan)
+        group.agree("versions and mode", f"torch {torch.__version__}, CUDA {torch.version.cuda}, eager {eager}")
+        found: dict[int, dist.ProcessGroup | None] = {}
+        for number, members in enumerate(self.plan.groups):
+            made = dist.new_group(list(members)) if len(members) > 1 else None
+            found[number] = made if isinstance(made, dist.ProcessGroup) else None
+        return found
+
+    # From nothing to a step
+
+    def _attempt(self, transport: Transport) -> None:
+        """Set the step up over a transport, to its last replay of the self-test.
+
+        Raises:
+            SelfTestError: E611 where a step does not finish in time, on all ranks.
+        """
+        block = group.together("allocating the arena", lambda: transport.reserve(block_bytes(self.plan)))
+        memory = group.together("mapping peers' memory", lambda: transport.connect(block))
+        site = RankSite(self.plan, self.rank, memory, self.streams, self.rescue, self.groups)
+        self.channel: Channel = transport.channel(site)
+        self.worker = CudaRank(site, self.channel)
+        group.together("warming stages", lambda: self._rehearse(block))
         self._meet()
-        self._issue()  # warms every kernel and library handle on the stream that it runs on
+        if not self.eager_because:
+            self.eager_because = self._uncapturable(transport)
+        try:
+            self._in_time("the first step", self._issue)
+            if not self.eager_because:
+                self._meet()
+                self.captured = group.together("capturing the step", self._capture)
+                self._meet()
+                for number in ("first", "second"):
+                    self._in_time(f"the {number} replay", self.captured.graph.replay)
+        except group.SelfTestError:
+            self._let_go()
+            raise
         self._meet()
-        self.captured: Capture | None = None
-        counts: dict[str, int] = {}
-        if not eager:
-            self.captured = capture(plan, self.rank, self.worker, self.stages)
-            self._meet()
-            found = readback.facts_of(self.captured)
-            readback.check(plan, self.rank, self.worker, self.captured, found)
-            counts = found.counts
-            self.captured.graph.instantiate()
-            self._meet()
-        self.facts = CaptureFacts(
-            transport=self.transport.name,
+
+    def _uncapturable(self, transport: Transport) -> str:
+        """Why the step can only run eagerly; empty where it can be captured."""
+        kinds = (Collective, Signal) if isinstance(transport, CollectiveTransport) else (Collective,)
+        used = any(isinstance(item, kinds) for program in self.plan.ranks for item in program.instructions)
+        if not used or not on_host(dist.group.WORLD):
+            return ""
+        return f"{dist.get_backend()} moves data through the host, which can't be captured"
+
+    def _rehearse(self, block: Tensor) -> None:
+        """Issue the step with nobody there: what it sends goes into this rank's own block, and it answers its own
+        waits. Loads every kernel and warms every library handle while no wait depends on a peer."""
+        assert self.worker is not None
+        real = self.worker.site
+        alone = PeerMemory(block, (block.data_ptr(),) * self.plan.world_size, None)
+        site = RankSite(self.plan, self.rank, alone, self.streams, self.rescue, self.groups)
+        rehearsal = MappedChannel(site, answers=True)
+        self.worker.channel, self.worker.alone = rehearsal, True
+        rehearsal.release()  # what may be needed while a wait is pending is warm too
+        torch.cuda.synchronize(self.device)
+        rehearsal.clear()
+        self._issue()
+        torch.cuda.synchronize(self.device)
+        rehearsal.clear()
+        self.worker.site, self.worker.channel, self.worker.alone = real, self.channel, False
+
+    def _capture(self) -> Capture:
+        assert self.worker is not None
+        captured = capture(self.worker, self.stages)
+        self.graph_facts = readback.facts_of(captured)
+        readback.check(self.worker, captured, self.graph_facts)
+        captured.graph.instantiate()
+        return captured
+
+    def _facts(self, transport: Transport, passed_over: tuple[str, ...]) -> CaptureFacts:
+        assert self.worker is not None
+        return CaptureFacts(
+            transport=transport.name,
             passed_over=passed_over,
+            eager_because=self.eager_because,
             capture_seconds=self.captured.seconds if self.captured else 0.0,
-            nodes=counts,
-            arena_bytes=plan.arena_bytes,
+            nodes=self.graph_facts.counts if self.captured else {},
+            planned_nodes=readback.planned_counts(self.worker) if self.captured else {},
+            arena_bytes=self.plan.arena_bytes,
             pool_bytes=self.captured.pool_bytes if self.captured else 0,
         )
 
-    def _group(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The process group of some ranks; None for a rank alone. Collective over all ranks."""
-        made = dist.new_group(list(members)) if len(members) > 1 else None
-        return made if isinstance(made, dist.ProcessGroup) else None
-
     def _meet(self) -> None:
         torch.cuda.synchronize(self.device)
-        dist.barrier()
+        group.meet()
 
     def _issue(self) -> None:
-        with torch.cuda.stream(self.worker.streams[0]):
+        assert self.worker is not None
+        with torch.cuda.stream(self.streams[0]):
             issue(self.plan, self.rank, self.worker, self.stages)
 
-    def step(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """One step. Inputs are read, and outputs made, on the caller's current stream."""
-        caller, origin = torch.cuda.current_stream(self.device), self.worker.streams[0]
-        origin.wait_stream(caller)
-        if self.taken is not None:
-            origin.wait_event(self.taken)
-        with torch.cuda.stream(origin):
-            self._copy_in(inputs)
-            if self.captured is not None:
-                self.captured.graph.replay()
-            else:
-                issue(self.plan, self.rank, self.worker, self.stages)
-        caller.wait_stream(origin)
-        outputs = tuple(self.worker.outputs[number].clone() for number in sorted(self.worker.outputs))
-        self.taken = torch.cuda.Event()
-        self.taken.record(caller)
-        return outputs
+    def _in_time(self, what: str, work: Callable[[], None]) -> None:
+        """Do ``work`` on the origin and wait for it. Where it does not end in time on some rank, the waits of all ranks
+        are satisfied from the host, until every rank has ended.
+
+        Raises:
+            SelfTestError: E611, on all ranks.
+        """
+        with torch.cuda.stream(self.streams[0]):
+            work()
+        done = torch.cuda.Event()
+        done.record(self.streams[0])
+        limit = time.monotonic() + TIME_LIMIT
+        while not done.query() and time.monotonic() < limit:
+            time.sleep(0.0005)
+        late = [rank for rank, answer in enumerate(group.everyone("" if done.query() else "late")) if answer]
+        if not late:
+            return
+        while any(group.everyone("" if done.query() else "late")):
+            self.channel.release()
+            time.sleep(0.01)
+        torch.cuda.synchronize(self.device)
+        names = ", ".join(map(str, late))
+        got = f"not on rank {names}" if len(late) < self.plan.world_size else "on no rank"
+        expected = f"an end within {TIME_LIMIT:g} s"
+        raise group.SelfTestError([Diagnostic("E611", f"{what} did not finish in time", None, expected, got)])
+
+    # Steps
+
+    def step(self, inputs: Sequence[Tensor], views: bool) -> tuple[Tensor, ...]:
+        """One step. Inputs are read, and outputs made, on the caller's current stream. With ``views`` the outputs are
+        the step's own memory, which the next step changes. Calls of several threads come one after another."""
+        assert self.worker is not None
+        if self.captured is not None:
+            self.parameters.check()
+        with self.one_at_a_time:
+            caller, origin = torch.cuda.current_stream(self.device), self.streams[0]
+            origin.wait_stream(caller)
+            if self.taken is not None:
+                origin.wait_event(self.taken)
+            with torch.cuda.stream(origin):
+                self._copy_in(inputs)
+                if self.captured is not None:
+                    self.captured.graph.replay()
+                else:
+                    self.worker.watcher = self.watcher
+                    issue(self.plan, self.rank, self.worker, self.stages)
+            caller.wait_stream(origin)
+            found = self.worker.outputs
+            outputs = tuple(found[number] if views else found[number].clone() for number in sorted(found))
+            self.taken = torch.cuda.Event()
+            self.taken.record(caller)
+            return outputs
 
     def _copy_in(self, inputs: Sequence[Tensor]) -> None:
+        assert self.worker is not None
         for item in self.plan.ranks[self.rank].instructions:
             if isinstance(item, Load):
                 batch = self.worker.inputs[item.input].shape[0]
-                whole = inputs[item.input].reshape(self.plan.inputs[item.input].box)[item.batch : item.batch + batch]
+                whole = inputs[item.input].view(self.plan.inputs[item.input].box)[item.batch : item.batch + batch]
                 at = item.region
                 share = whole[:, at.row : at.row + at.rows, at.col : at.col + at.cols]
                 self.worker.inputs[item.input].copy_(share)
 
-    def run(self, loops: Sequence[HostLoop]) -> list[object]:
+    def run(self, loops: Sequence[HostLoop], views: bool) -> list[object]:
         """Run this rank's host loop to its end."""
         (loop,) = loops
         try:
             inputs = next(loop)
             while True:
-                inputs = loop.send(self.step(inputs))
+                inputs = loop.send(self.step(inputs, views))
         except StopIteration as end:
             return [end.value]
 
     def close(self) -> None:
-        """Let go of the graph, then of the memory that it touches. Collective where the transport needs it."""
+        """Let go of the graph, then of the memory that it touches. Not collective: every copy and flag that reaches
+        this rank's memory was waited for by its own last step."""
         torch.cuda.synchronize(self.device)
+        self._let_go()
+
+    def _let_go(self) -> None:
         self.captured = None
-        self.worker.tensors.clear()
-        self.worker.outputs.clear()
-        self.transport.release(self.memory)
+        if self.worker is not None:
+            self.worker.let_go()
+        self.worker = None
+        del self.channel

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from stepgraph.planner.diagnostics import CapabilityError, Diagnostic, StepgraphError
 from stepgraph.planner.plan import Plan, plan_hash
 from stepgraph.runtime.transport.mapping import Transport
+
+Result = TypeVar("Result")
+
+
+class SelfTestError(StepgraphError):
+    """A step did not finish in time before the session was handed out (E611). Raised on all ranks or on none."""
 
 
 class GroupError(StepgraphError):
@@ -17,9 +25,17 @@ class GroupError(StepgraphError):
 
 def everyone(answer: str) -> list[str]:
     """The answer of every rank, in order."""
+    if not dist.is_initialized():
+        return [answer]
     answers = [""] * dist.get_world_size()
     dist.all_gather_object(answers, answer)
     return answers
+
+
+def meet() -> None:
+    """No rank goes on before all have come."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def agree(what: str, mine: str) -> None:
@@ -60,8 +76,35 @@ def check_group(plan: Plan) -> None:
     agree("the plan", plan_hash(plan))
 
 
-def choose(wanted: str, transports: Sequence[Transport]) -> tuple[Transport, tuple[str, ...]]:
-    """The first transport that every rank can use, and why those before it were passed over.
+def together(what: str, work: Callable[[], Result]) -> Result:
+    """Do a rank's share of ``what``; where it fails on one rank, it fails on all. Not for work that meets the others.
+
+    Raises:
+        StepgraphError: this rank's own; E607 on the others, which names the rank; E606 for want of memory.
+    """
+    failure: StepgraphError | None = None
+    try:
+        result = work()
+    except StepgraphError as error:
+        failure = error
+    except torch.OutOfMemoryError as error:
+        found = Diagnostic("E606", f"no memory for {what}", None, "", str(error).splitlines()[0])
+        failure = CapabilityError([found])
+    told = failure.diagnostics[0] if failure else None
+    answers = everyone(f"{told.code} {told.message}: {told.got}" if told else "")
+    if failure is not None:
+        raise failure
+    for rank, answer in enumerate(answers):
+        if answer:
+            raise GroupError([Diagnostic("E607", f"rank {rank} failed at {what}", None, "", answer)])
+    return result
+
+
+def choose(
+    wanted: str, transports: Sequence[Transport], attempt: Callable[[Transport], None]
+) -> tuple[Transport, tuple[str, ...]]:
+    """The first transport that every rank can use and whose ``attempt`` passes its self-test, and why those before it
+    were passed over.
 
     Raises:
         CapabilityError: E606 where there is none.
@@ -69,12 +112,19 @@ def choose(wanted: str, transports: Sequence[Transport]) -> tuple[Transport, tup
     reasons: list[str] = []
     for transport in transports:
         if wanted not in ("auto", transport.name):
+            reasons.append(f"{transport.name}: the schedule wants {wanted}")
             continue
         answers = everyone(transport.unavailable() or "")
         missing = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
-        if not missing:
-            return transport, tuple(reasons)
-        reasons.append(f"{transport.name}: {missing[0]}")
+        if missing:
+            reasons.append(f"{transport.name}: {missing[0]}")
+            continue
+        try:
+            attempt(transport)
+        except SelfTestError as error:
+            reasons.append(f"{transport.name}: {error.diagnostics[0].message}, {error.diagnostics[0].got}")
+            continue
+        return transport, tuple(reasons)
     raise CapabilityError(
         [Diagnostic("E606", f"no transport '{wanted}' that every rank can use", None, "", "; ".join(reasons))]
     )

@@ -2,10 +2,59 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from stepgraph.planner.plan import Buffer
+from stepgraph.planner.plan import Buffer, Collective, Plan, RankProgram, Send, View
+
+Moved = tuple[int, int]
+"""An op that moves data, and which of its operands."""
+
+
+def collective_views(program: RankProgram, collective: Collective) -> list[tuple[Moved, View]]:
+    """The operands of a collective. What an all-reduce adds is arithmetic, not movement."""
+    if collective.reduce:
+        return []
+    views = dict.fromkeys(part.view for part in collective.outgoing)
+    return [((collective.op, index), program.views[view]) for index, view in enumerate(views)]
+
+
+def endings(plan: Plan) -> Mapping[tuple[int, int], Mapping[Moved, int]]:
+    """(exchange, rank) -> the buffer in which each op that the exchange closes ends there."""
+    found: dict[tuple[int, int], dict[Moved, int]] = defaultdict(dict)
+    for rank, program in enumerate(plan.ranks):
+        for item in program.instructions:
+            if isinstance(item, Send):
+                found[item.exchange, item.peer][item.op, 0] = item.target
+            elif isinstance(item, Collective) and not item.reduce:
+                results = dict.fromkeys(program.views[part.view].buffer for part in item.incoming)
+                for index, buffer in enumerate(results):
+                    found[item.exchange, rank][item.op, index] = buffer
+    return found
+
+
+def moved_right(
+    plan: Plan,
+    exchange: int,
+    rank: int,
+    moved: Moved,
+    ends: Mapping[tuple[int, int], Mapping[Moved, int]],
+    sent: Mapping[int, Tensor],
+    got: Tensor,
+) -> bool:
+    """Whether ``got``, in which ``moved`` has ended on ``rank``, is what the group sent, bit for bit. ``sent`` has the
+    whole source of each member that sent anything: one without rows sends nothing."""
+    group = plan.groups[plan.exchanges[exchange].group]
+    buffer = ends[exchange, rank][moved]
+    sources = [sent[member] for member in group if member in sent]
+    # Nothing is sent to a member that ends with none.
+    numbers = [ends[exchange, member].get(moved, buffer) if (exchange, member) in ends else buffer for member in group]
+    boxes = [plan.ranks[member].buffers[number] for member, number in zip(group, numbers, strict=True)]
+    want = assemble(plan.ops[moved[0]].kind, sources, boxes, group.index(rank)) if sources else None
+    return want is not None and want.shape == got.shape and torch.equal(bits(got), bits(want))
 
 
 def assemble(kind: str, sources: list[Tensor], ends: list[Buffer], me: int) -> Tensor:

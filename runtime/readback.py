@@ -1,17 +1,23 @@
-"""Holds a captured graph against the plan: every copy and handshake is there, and every order is a path."""
+"""Holds a captured graph against the plan: every copy and handshake is there with its parameters, no instruction made
+other nodes than it should, and every order of the plan is a path."""
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cuda.bindings import driver
 
+from stepgraph.kernels.cuda_call import checked
 from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
-from stepgraph.planner.plan import Plan, Protocol, Record, Send, Signal, WaitEvent
-from stepgraph.runtime.capture import Capture, Nodes
-from stepgraph.runtime.cuda import CudaRank, checked
+from stepgraph.planner.plan import Collective, Instruction, Plan, Record, Run, WaitEvent
+from stepgraph.runtime.capture import Capture, issued_together
+from stepgraph.runtime.cuda import CudaRank
+from stepgraph.runtime.transport.mapping import PlannedNode
+
+MAX_FINDINGS = 10
 
 
 class ReadbackError(StepgraphError):
@@ -22,8 +28,9 @@ class ReadbackError(StepgraphError):
 class GraphFacts:
     """The captured graph as data."""
 
+    nodes: tuple[int, ...]
+    """Handles, in the order in which they were captured."""
     kinds: Mapping[int, str]
-    """Type of each node, by its handle."""
     edges: tuple[tuple[int, int], ...]
 
     @property
@@ -31,38 +38,84 @@ class GraphFacts:
         return dict(sorted(Counter(self.kinds.values()).items()))
 
 
-def _lists(result: tuple[object, ...]) -> list[list[driver.CUgraphNode]]:
-    found = checked(result)
-    parts = found if isinstance(found, list | tuple) else [found]
-    return [part for part in parts if isinstance(part, list) and part and isinstance(part[0], driver.CUgraphNode)]
-
-
-def _count(result: tuple[object, ...]) -> int:
-    found = checked(result)
-    parts = found if isinstance(found, list | tuple) else [found]
-    return next(int(part) for part in reversed(parts) if isinstance(part, int))
+def _last_int(parts: Sequence[object]) -> int:
+    return next(part for part in reversed(parts) if isinstance(part, int))
 
 
 def facts_of(capture: Capture) -> GraphFacts:
     """Read the nodes and edges of a captured graph."""
     graph = driver.CUgraph(capture.graph.raw_cuda_graph())
-    count = _count(driver.cuGraphGetNodes(graph, 0))
-    (nodes,) = _lists(driver.cuGraphGetNodes(graph, count))
+    nodes: Sequence[driver.CUgraphNode] = []
+    count = _last_int(checked(driver.cuGraphGetNodes(graph, 0)))
+    if count:
+        nodes = checked(driver.cuGraphGetNodes(graph, count))[0]
     kinds = {
         int(node): checked(driver.cuGraphNodeGetType(node)).name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
         for node in nodes
     }
-    number = _count(driver.cuGraphGetEdges(graph, 0))
-    lists = _lists(driver.cuGraphGetEdges(graph, number)) if number else [[], []]
-    edges = tuple((int(a), int(b)) for a, b in zip(lists[0], lists[1], strict=True))
-    return GraphFacts(kinds, edges)
+    number = _last_int(checked(driver.cuGraphGetEdges(graph, 0)))
+    edges: tuple[tuple[int, int], ...] = ()
+    if number:
+        found = [part for part in checked(driver.cuGraphGetEdges(graph, number)) if isinstance(part, list)]
+        edges = tuple((int(a), int(b)) for a, b in zip(found[0], found[1], strict=True))
+    return GraphFacts(tuple(int(node) for node in nodes), kinds, edges)
+
+
+class _MemopParams(ctypes.Structure):
+    """CUstreamBatchMemOpParams: a union of 48 bytes, whose members begin alike."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_ulonglong),
+        ("value", ctypes.c_ulonglong),
+        ("rest", ctypes.c_ulonglong * 3),
+    )
+
+
+class _BatchParams(ctypes.Structure):
+    """CUDA_BATCH_MEM_OP_NODE_PARAMS."""
+
+    _fields_ = (
+        ("context", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+        ("operations", ctypes.POINTER(_MemopParams)),
+        ("flags", ctypes.c_uint),
+    )
+
+
+def _parameters(node: int, kind: str) -> tuple[tuple[int, ...], ...]:
+    """What a node does, in the terms of ``PlannedNode.what``."""
+    handle = driver.CUgraphNode(node)
+    if kind == "memcpy":
+        copy = checked(driver.cuGraphMemcpyNodeGetParams(handle))
+        at = int(copy.dstDevice) + copy.dstY * copy.dstPitch + copy.dstXInBytes
+        return ((at, int(copy.dstPitch), int(copy.WidthInBytes), int(copy.Height)),)
+    if kind == "batch_mem_op":
+        raw = checked(driver.cuGraphBatchMemOpNodeGetParams(handle))
+        batch = _BatchParams.from_address(raw.getPtr())
+        waits = int(driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_64)
+        found = [batch.operations[index] for index in range(batch.count)]
+        return tuple((int(item.operation == waits), item.address, item.value) for item in found)
+    return ()
+
+
+def _same(planned: PlannedNode, node: int, kind: str) -> bool:
+    if planned.kind != kind:
+        return False
+    found = _parameters(node, kind)
+    if kind != "memcpy" or not planned.what:
+        return not planned.what or found == planned.what
+    (at, pitch, width, height), (got_at, got_pitch, got_width, got_height) = planned.what[0], found[0]
+    dense = height == 1 or pitch == width  # may be captured as one row
+    as_one_row = dense and got_width * got_height == width * height
+    return at == got_at and (as_one_row or (pitch, width, height) == (got_pitch, got_width, got_height))
 
 
 def _ancestors(facts: GraphFacts) -> dict[int, int]:
-    """For each node, its ancestors and itself, as bits in the order of ``facts.kinds``."""
-    place = {node: index for index, node in enumerate(facts.kinds)}
-    parents: dict[int, list[int]] = {node: [] for node in facts.kinds}
-    children: dict[int, list[int]] = {node: [] for node in facts.kinds}
+    """For each node, its ancestors and itself, as bits in the order of ``facts.nodes``."""
+    place = {node: index for index, node in enumerate(facts.nodes)}
+    parents: dict[int, list[int]] = {node: [] for node in facts.nodes}
+    children: dict[int, list[int]] = {node: [] for node in facts.nodes}
     for parent, child in facts.edges:
         parents[child].append(parent)
         children[parent].append(child)
@@ -82,86 +135,109 @@ def _ancestors(facts: GraphFacts) -> dict[int, int]:
     return bits
 
 
-def check(plan: Plan, rank: int, device: CudaRank, capture: Capture, facts: GraphFacts) -> None:
+def check(device: CudaRank, capture: Capture, facts: GraphFacts) -> None:
     """Compare the captured graph with the plan.
 
     Raises:
-        ReadbackError: E608 for a copy or handshake without its node, or an order without a path.
+        ReadbackError: E608 for a copy or handshake that is not there as planned, a node that nobody planned, or an
+            order without a path.
     """
-    problems: list[Diagnostic] = []
-
-    def wrong(what: str, expected: str, got: str) -> None:
-        problems.append(Diagnostic("E608", f"the captured graph differs from the plan: {what}", None, expected, got))
-
-    items = plan.ranks[rank].instructions
-    new = _new_nodes(plan, rank, capture)
-    for number, item in enumerate(items):
-        if isinstance(item, Send):
-            batches = plan.ranks[item.peer].buffers[item.target].batch
-            kind, want, name = "memcpy", batches, f"{plan.ops[item.op].name} to rank {item.peer}"
-            got = _path_kinds(facts, new[number], kind)
-            if got < 1:
-                wrong(f"instruction {number}, {name}", f"{want} {kind} node", "none")
-        elif isinstance(item, Signal) and plan.exchanges[item.exchange].protocol is Protocol.MEMOP:
-            found = _path_kinds(facts, new[number], "batch_mem_op")
-            if found < 1:
-                wrong(f"instruction {number}, {plan.exchanges[item.exchange].name}", "a batch_mem_op node", "none")
-    for kind, least in _expected(plan, rank).items():
-        got = facts.counts.get(kind, 0)
-        exact = kind == "batch_mem_op"
-        if got < least or (exact and got != least):
-            wrong(f"{kind} nodes", f"{least}" if exact else f"at least {least}", str(got))
-    ancestors = _ancestors(facts)
-    place = {node: index for index, node in enumerate(facts.kinds)}
-    for first, second in _orders(plan, rank):
-        before, after = capture.marks[first], capture.marks[second]
-        missing = [b for b in before if not any(ancestors[a] >> place[b] & 1 for a in after)]
-        if after and missing:
-            wrong(
-                f"no path from instruction {first} to {second}", f"{items[first].do} before {items[second].do}", "none"
-            )
+    plan, items = device.plan, device.program.instructions
+    problems = [*_wrong_nodes(device, capture, facts), *_missing_paths(plan, items, capture, facts)]
     if problems:
-        raise ReadbackError(problems[:10])
+        raise ReadbackError(problems[:MAX_FINDINGS])
 
 
-def _new_nodes(plan: Plan, rank: int, capture: Capture) -> dict[int, Nodes]:
-    """For each instruction, the nodes that ended its stream after it and did not before."""
-    last: dict[int, Nodes] = {}
-    found: dict[int, Nodes] = {}
-    for number, item in enumerate(plan.ranks[rank].instructions):
-        found[number] = capture.marks[number] - last.get(item.stream, frozenset())
-        last[item.stream] = capture.marks[number]
-    return found
+def _wrong(what: str, expected: str, got: str) -> Diagnostic:
+    return Diagnostic("E608", f"the captured graph differs from the plan: {what}", None, expected, got)
 
 
-def _path_kinds(facts: GraphFacts, nodes: Nodes, kind: str) -> int:
-    return sum(facts.kinds.get(node) == kind for node in nodes)
+def _wrong_nodes(device: CudaRank, capture: Capture, facts: GraphFacts) -> list[Diagnostic]:
+    plan, items = device.plan, device.program.instructions
+    problems: list[Diagnostic] = []
+    done = 0
+    for piece in issued_together(items):
+        first, done = done, capture.counts[piece.start]
+        found = facts.nodes[first:done]
+        item = items[piece.start]
+        if isinstance(item, Run | Collective):
+            continue  # what its library makes of it
+        planned = device.channel.planned([items[number] for number in piece])
+        if planned is None:
+            continue
+        same = len(planned) == len(found) and all(
+            _same(plan_node, node, facts.kinds[node]) for plan_node, node in zip(planned, found, strict=True)
+        )
+        if not same:
+            got = [(facts.kinds[node], _parameters(node, facts.kinds[node])) for node in found]
+            problems.append(
+                _wrong(
+                    f"instruction {piece.start}, {_name(plan, item)}",
+                    "; ".join(f"{node.kind} {_words(node.what)}" for node in planned) or "no node",
+                    "; ".join(f"{kind} {_words(what)}" for kind, what in got) or "no node",
+                )
+            )
+    if done != len(facts.nodes):
+        problems.append(_wrong("nodes behind the last instruction", f"{done} nodes", f"{len(facts.nodes)}"))
+    return problems
 
 
-def _expected(plan: Plan, rank: int) -> dict[str, int]:
-    """How many nodes of each kind the plan's own instructions become; stages may add copies of their own."""
-    counts: Counter[str] = Counter()
-    for item in plan.ranks[rank].instructions:
-        if isinstance(item, Send):
-            counts["memcpy"] += plan.ranks[item.peer].buffers[item.target].batch
-        elif isinstance(item, Signal):
-            counts["batch_mem_op"] += 1
-            if plan.exchanges[item.exchange].protocol is Protocol.COPY:
-                counts["memcpy"] += len(item.flags)
-    return dict(counts)
+def _words(what: tuple[tuple[int, ...], ...]) -> str:
+    return ", ".join("/".join(f"{value:#x}" if value > 1 << 32 else str(value) for value in part) for part in what)
 
 
-def _orders(plan: Plan, rank: int) -> list[tuple[int, int]]:
-    """Pairs of instructions that the plan orders directly: along streams, and over events."""
+def _name(plan: Plan, item: Instruction) -> str:
+    exchange = getattr(item, "exchange", None)
+    op = getattr(item, "op", None)
+    if isinstance(op, int):
+        peer = getattr(item, "peer", None)
+        return f"{item.do} of {plan.ops[op].name}" + (f" to rank {peer}" if peer is not None else "")
+    return f"{item.do} of {plan.exchanges[exchange].name}" if isinstance(exchange, int) else item.do
+
+
+def _missing_paths(plan: Plan, items: Sequence[Instruction], capture: Capture, facts: GraphFacts) -> list[Diagnostic]:
+    """The orders along streams and over events that are no paths in the graph."""
+    problems: list[Diagnostic] = []
+    ancestors = _ancestors(facts)
+    place = {node: index for index, node in enumerate(facts.nodes)}
     last: dict[int, int] = {}
     recorded: dict[int, int] = {}
-    pairs: list[tuple[int, int]] = []
-    for number, item in enumerate(plan.ranks[rank].instructions):
-        if item.stream in last:
-            pairs.append((last[item.stream], number))
-        if isinstance(item, Record):
+    for number, item in enumerate(items):
+        before = [last[item.stream]] if item.stream in last else []
+        if isinstance(item, WaitEvent):
+            before.append(recorded[item.event])
+        elif isinstance(item, Record):
             recorded[item.event] = number
-        elif isinstance(item, WaitEvent):
-            pairs.append((recorded[item.event], number))
         last[item.stream] = number
-    return pairs
+        after = capture.marks[number]
+        known = 0
+        for node in after:
+            known |= ancestors[node]
+        for first in before:
+            if any(not known >> place[node] & 1 for node in capture.marks[first]):
+                what = f"no path from instruction {first} to {number}"
+                problems.append(_wrong(what, f"{_name(plan, items[first])} before {_name(plan, item)}", "none"))
+    return problems
+
+
+def planned_counts(device: CudaRank) -> dict[str, int]:
+    """How many nodes of each kind the plan itself makes, without those of stages and collectives."""
+    items = device.program.instructions
+    counts: Counter[str] = Counter()
+    for piece in issued_together(items):
+        if not isinstance(items[piece.start], Run | Collective):
+            planned = device.channel.planned([items[number] for number in piece]) or ()
+            counts.update(node.kind for node in planned)
+    return dict(sorted(counts.items()))
+
+
+def stage_counts(device: CudaRank, capture: Capture, facts: GraphFacts) -> dict[str, int]:
+    """How many nodes of each kind stages and collectives have made."""
+    items = device.program.instructions
+    counts: Counter[str] = Counter()
+    done = 0
+    for piece in issued_together(items):
+        first, done = done, capture.counts[piece.start]
+        if isinstance(items[piece.start], Run | Collective):
+            counts.update(facts.kinds[node] for node in facts.nodes[first:done])
+    return dict(sorted(counts.items()))

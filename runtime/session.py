@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from stepgraph.planner.diagnostics import CapabilityError, Diagnostic, Stepgraph
 from stepgraph.planner.plan import Plan
 from stepgraph.runtime.cpu import HostLoop, World
 from stepgraph.runtime.cpu_memory import Report, torch_dtype
+
+if TYPE_CHECKING:
+    from stepgraph.runtime.cuda_backend import CaptureFacts
 
 NamedInputs = Mapping[str, Tensor]
 Outputs = tuple[Tensor, ...]
@@ -31,12 +34,13 @@ class SessionError(StepgraphError):
 class Backend(Protocol):
     """A device's side of a session."""
 
-    device_type: str
+    device: torch.device
+    """Where inputs are taken from and outputs are left."""
     ranks: Sequence[int]
     """Those that run in this process."""
 
-    def run(self, loops: Sequence[HostLoop]) -> list[object]:
-        """Run one host loop for each of ``ranks``."""
+    def run(self, loops: Sequence[HostLoop], views: bool) -> list[object]:
+        """Run one host loop for each of ``ranks``; with ``views`` it is sent outputs that the next step changes."""
 
     def close(self) -> None: ...
 
@@ -47,12 +51,14 @@ class Session:
     On ``cpu`` all ranks run in this process, interleaved by ``seed``. On ``cuda`` this process is one rank of the
     default process group, and the step is captured as one CUDA graph, unless ``eager``; every rank opens the session
     with the same arguments. ``auto`` is cuda in a process group with a GPU, else cpu. ``stages`` gives what each op
-    computes; by default reference arithmetic with weights made up from ``seed``. A session is a context manager;
-    closing it twice is fine, using it afterwards is E604.
+    computes; by default reference arithmetic with weights made up from ``seed``. With ``solo`` this process runs rank 0
+    alone on ``cuda``, with stand-ins for its peers: what it computes means nothing, what it costs does. A session is a
+    context manager; closing it twice is fine, using it afterwards is E604. Close it before the process group.
 
     Raises:
         CapabilityError: E601 for a device that is not there, E606 for what it can't do.
-        GroupError: E607 where ranks disagree.
+        GroupError: E607 where ranks disagree, or another rank has failed.
+        StageError: E610 for a stage that fails. ReadbackError: E608. SelfTestError: E611.
     """
 
     def __init__(
@@ -62,9 +68,10 @@ class Session:
         seed: int = 0,
         stages: StageMaker | None = None,
         eager: bool = False,
+        solo: bool = False,
     ) -> None:
         self.plan = plan
-        self._backend: Backend | None = _open(plan, device, seed, stages, eager)
+        self._backend: Backend | None = _open(plan, device, seed, stages, eager, solo)
 
     def __enter__(self) -> Session:
         return self
@@ -93,12 +100,22 @@ class Session:
         assert isinstance(backend, World), "only the cpu device watches for races"
         return backend.report
 
-    def capture(self) -> CapturedStep:
-        """The plan's step, ready to be called."""
-        _ = self.backend
-        return CapturedStep(self)
+    @property
+    def facts(self) -> CaptureFacts:
+        """Of a session on cuda: its transport, and what was captured."""
+        from stepgraph.runtime.cuda_backend import CudaBackend
 
-    def drive(self, loop: Callable[[int], NamedLoop]) -> list[object]:
+        backend = self.backend
+        assert isinstance(backend, CudaBackend), "only the cuda device captures"
+        return backend.facts
+
+    def capture(self, outputs: Literal["copy", "view"] = "copy") -> CapturedStep:
+        """The plan's step, ready to be called. Its outputs are the caller's own; as a ``view`` they are the step's
+        memory, which the next call changes."""
+        _ = self.backend
+        return CapturedStep(self, outputs == "view")
+
+    def drive(self, loop: Callable[[int], NamedLoop], views: bool = False) -> list[object]:
         """Run ``loop(rank)`` for every rank of this process: a generator that yields the inputs of a step by name, is
         sent its outputs, and may return something. Ranks run ahead of each other as far as the plan lets them.
 
@@ -106,7 +123,7 @@ class Session:
             SessionError: E401 for a deadlock; E605 for inputs that the plan was not compiled for.
         """
         backend = self.backend
-        results = backend.run([self._host(loop(rank)) for rank in backend.ranks])
+        results = backend.run([self._host(loop(rank)) for rank in backend.ranks], views)
         deadlocks = [f for f in backend.report.faults if f.kind == "deadlock"] if isinstance(backend, World) else []
         if deadlocks:
             raise SessionError([Diagnostic("E401", "the step does not finish", None, "", deadlocks[0].message)])
@@ -133,18 +150,26 @@ class Session:
         found: list[Tensor] = []
         for entry in self.plan.inputs:
             tensor = named.get(entry.name)
-            expected = f"{list(entry.shape)}, {entry.dtype.value}, {self.backend.device_type}"
+            expected = f"{list(entry.shape)}, {entry.dtype.value}, {self.backend.device}, contiguous"
             if tensor is None:
                 problems.append(_input_error(entry.name, expected, "nothing"))
                 continue
             right = tuple(tensor.shape) == entry.shape and tensor.dtype is torch_dtype(entry.dtype)
-            if not right or tensor.device.type != self.backend.device_type:
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                problems.append(_input_error(entry.name, expected, f"{list(tensor.shape)}, {dtype}, {tensor.device}"))
+            if not right or tensor.device != self.backend.device or not tensor.is_contiguous():
+                problems.append(_input_error(entry.name, expected, _kind(tensor)))
             found.append(tensor)
         if problems:
             raise SessionError(problems)
         return found
+
+
+def _kind(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+    else:
+        layout = "contiguous" if tensor.is_contiguous() else f"strides {list(tensor.stride())}"
+    return f"{list(tensor.shape)}, {dtype}, {tensor.device}, {layout}"
 
 
 def _input_error(name: str, expected: str, got: str) -> Diagnostic:
@@ -152,17 +177,23 @@ def _input_error(name: str, expected: str, got: str) -> Diagnostic:
 
 
 class CapturedStep:
-    """One denoising step. Called with the plan's inputs, by name or in their order, each whole; gives the output, or a
-    tuple where the plan has several. Inputs are not changed; outputs are the caller's own."""
+    """One denoising step. Called with the plan's inputs, by name or in their order, each whole and contiguous; gives
+    the output, or a tuple where the plan has several. Inputs are not changed.
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    On cuda a call only puts work on the GPU: inputs are read, and outputs made, in the order of the caller's current
+    stream, whichever that is. Calls of one session run one after another, in the order in which they were made.
+    """
+
+    def __init__(self, session: Session, views: bool) -> None:
+        self.session, self.views = session, views
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor | Outputs:
         """Run one step on every rank.
 
         Raises:
-            SessionError: E605 for inputs of another shape, dtype or device; E401 for a deadlock; E604 when closed.
+            SessionError: E605 for inputs of another shape, dtype, device or layout; E401 for a deadlock; E604 when
+                closed.
+            ParameterError: E609 where a bound parameter has moved since the step was captured.
         """
         names = [entry.name for entry in self.session.plan.inputs]
         if len(inputs) > len(names):
@@ -176,32 +207,36 @@ class CapturedStep:
         def loop(rank: int) -> Generator[NamedInputs, Outputs, None]:
             results[rank] = yield given
 
-        self.session.drive(loop)
+        self.session.drive(loop, self.views)
         outputs = results[self.session.backend.ranks[0]]
         return outputs if len(outputs) > 1 else outputs[0]
 
 
-def _open(plan: Plan, device: DeviceName, seed: int, stages: StageMaker | None, eager: bool) -> Backend:
+def _open(plan: Plan, device: DeviceName, seed: int, stages: StageMaker | None, eager: bool, solo: bool) -> Backend:
     """The backend of a device, with everything allocated, warmed and captured."""
-    if device == "cpu" or (device == "auto" and not (torch.cuda.is_available() and dist.is_initialized())):
+    in_group = torch.cuda.is_available() and dist.is_initialized()
+    if device == "cpu" or (device == "auto" and not in_group and not solo):
+        if solo:
+            problem = "a rank alone runs on cuda"
+            raise CapabilityError([Diagnostic("E606", problem, None, "--device cuda", "cpu")])
         return World(plan, stages or MadeUpStages(seed), seed)
-    missing = _cuda_lacks()
+    missing = cuda_lacks(solo)
     if missing:
         hint = "`stepgraph doctor` tells more; --device cpu runs everywhere"
         raise CapabilityError([Diagnostic("E601", "the cuda device is not there", None, "", missing, hint)])
     from stepgraph.runtime.cuda_backend import CudaBackend
 
     where = torch.device("cuda", torch.cuda.current_device())
-    return CudaBackend(plan, stages or MadeUpStages(seed, where), eager)
+    return CudaBackend(plan, stages or MadeUpStages(seed, where, drawn_there=solo), eager, solo)
 
 
-def _cuda_lacks() -> str:
-    """Why this process can't be a rank of the cuda device; empty where it can."""
+def cuda_lacks(alone: bool) -> str:
+    """Why this process can't be a rank of the cuda device, or rank 0 alone; empty where it can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     if importlib.util.find_spec("cuda") is None:
         return "the package cuda-python is not installed"
-    return "" if dist.is_initialized() else "no process group: each rank is a process of one"
+    return "" if alone or dist.is_initialized() else "no process group: each rank is a process of one"
 
 
 def random_inputs(plan: Plan, seed: int) -> dict[str, Tensor]:

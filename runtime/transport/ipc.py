@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgraph.runtime.transport.mapping import PeerMemory
+from stepgraph.runtime.transport.mapped import MappedChannel
+from stepgraph.runtime.transport.mapping import PeerMemory, RankSite
 
 
 class IpcTransport:
@@ -16,13 +17,17 @@ class IpcTransport:
         self.device = device
 
     def unavailable(self) -> str | None:
-        return None if torch.cuda.is_available() else "no CUDA device"
+        return None if torch.cuda.is_available() else "torch sees no GPU"
 
-    def allocate(self, nbytes: int) -> PeerMemory:
-        from torch.multiprocessing.reductions import reduce_tensor
-
+    def reserve(self, nbytes: int) -> Tensor:
         block = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
+        return block
+
+    def connect(self, block: Tensor) -> PeerMemory:
+        """torch counts importers, and gives a block back when the last has let go: closing needs no meeting."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
         handles: list[object] = [None] * dist.get_world_size()
         dist.all_gather_object(handles, reduce_tensor(block))
         mapped: list[Tensor] = []
@@ -32,9 +37,5 @@ class IpcTransport:
             mapped.append(block if rank == dist.get_rank() else rebuild(*arguments))
         return PeerMemory(block, tuple(tensor.data_ptr() for tensor in mapped), mapped)
 
-    def release(self, memory: PeerMemory) -> None:
-        """Importers let go before any exporter does."""
-        assert isinstance(memory.keep, list)
-        memory.keep.clear()
-        torch.cuda.synchronize(self.device)
-        dist.barrier()
+    def channel(self, site: RankSite) -> MappedChannel:
+        return MappedChannel(site)

@@ -1,11 +1,29 @@
-"""Memory of every rank of the group, mapped into this process: what a transport gives."""
+"""What a transport is: memory of every rank, and a channel that carries sends and handshakes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from stepgraph.planner.plan import FLAG_BYTES, Instruction, Plan, Reset, Send, Signal, Wait
+
+PAGE = 4096
+"""Bytes; flags have pages of their own behind the arena."""
+
+
+def flags_offset(plan: Plan) -> int:
+    """Bytes from the start of a rank's block to its flag page."""
+    return -(-plan.arena_bytes // PAGE) * PAGE
+
+
+def block_bytes(plan: Plan) -> int:
+    """Bytes of a rank's block: arena, then flags."""
+    return flags_offset(plan) + max(PAGE, -(-plan.flag_slots * FLAG_BYTES // PAGE) * PAGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,21 +33,86 @@ class PeerMemory:
     local: Tensor
     """uint8, this rank's own block."""
     pointers: tuple[int, ...]
-    """The address of each rank's block in this process."""
+    """The address of each rank's block in this process; () where peers can't be reached by address."""
     keep: object
     """What must live as long as the mapping."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankSite:
+    """Where a channel works: one rank of a plan, its memory and its streams."""
+
+    plan: Plan
+    rank: int
+    memory: PeerMemory
+    streams: tuple[torch.cuda.Stream, ...]
+    rescue: torch.cuda.Stream
+    """For what must run while the others wait."""
+    groups: Mapping[int, dist.ProcessGroup | None]
+    """The process group of each group of the plan; None for a rank alone."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.memory.local.device
+
+    @property
+    def flag_words(self) -> Tensor:
+        """The rank's own flags, int64."""
+        return self.memory.local[flags_offset(self.plan) :].view(torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedNode:
+    """A node that an instruction must become in a captured graph."""
+
+    kind: str
+    """memcpy, batch_mem_op or kernel."""
+    what: tuple[tuple[int, ...], ...] = ()
+    """Its parameters: of a memcpy one (destination, pitch, width, height), of a batch an (is wait, address, value) an
+    operation; () where they aren't compared."""
+
+
+class Channel(Protocol):
+    """Carries one rank's sends and handshakes. Work is issued to the streams, or held back until ``flush``."""
+
+    def send(self, send: Send, source: Tensor) -> None:
+        """``source`` is (batch, rows, cols), strided."""
+
+    def signal(self, signal: Signal) -> None: ...
+
+    def wait(self, wait: Wait) -> None: ...
+
+    def reset(self, reset: Reset) -> None: ...
+
+    def flush(self) -> None:
+        """Issue what was held back: it comes before whatever is issued next."""
+
+    def finish(self) -> None:
+        """The step's last instruction has been issued."""
+
+    def planned(self, items: Sequence[Instruction]) -> tuple[PlannedNode, ...] | None:
+        """The nodes of instructions that are issued together: a send, or a signal with the wait and reset behind it.
+        None where a library decides."""
+
+    def release(self) -> None:
+        """Satisfy every wait of this rank that is pending now, from the host. Flags are lost."""
+
+    def clear(self) -> None:
+        """Zero this rank's flags and epochs. Nothing that uses them runs."""
+
+
 class Transport(Protocol):
-    """A way to reach peers' memory by address."""
+    """A way to move data between ranks."""
 
     name: str
 
     def unavailable(self) -> str | None:
-        """Why this process can't use it; None where it can. Collective-free, so that the group can vote."""
+        """Why this process can't use it; None where it can. Not collective, so that the group can vote."""
 
-    def allocate(self, nbytes: int) -> PeerMemory:
-        """Allocate and map a block on every rank. Collective over the group."""
+    def reserve(self, nbytes: int) -> Tensor:
+        """A block of this rank, zeroed. Not collective: it may fail on one rank alone."""
 
-    def release(self, memory: PeerMemory) -> None:
-        """Give the block back. Collective over the group where the transport needs an order."""
+    def connect(self, block: Tensor) -> PeerMemory:
+        """Map the blocks of all ranks. Collective."""
+
+    def channel(self, site: RankSite) -> Channel: ...

@@ -6,8 +6,10 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from stepgraph.runtime.transport.mapping import PeerMemory
+from stepgraph.runtime.transport.mapped import MappedChannel
+from stepgraph.runtime.transport.mapping import PeerMemory, RankSite
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Lets several ranks of a group share one GPU; read by torch when the first block is allocated."""
@@ -20,23 +22,29 @@ class SymmetricTransport:
         self.device = device
 
     def unavailable(self) -> str | None:
+        if not torch.cuda.is_available():
+            return "torch sees no GPU"
         try:
             import torch.distributed._symmetric_memory as symmetric
         except ImportError as error:
             return f"torch has no symmetric memory: {error}"
         return None if hasattr(symmetric, "rendezvous") else "torch's symmetric memory has no rendezvous"
 
-    def allocate(self, nbytes: int) -> PeerMemory:
+    def reserve(self, nbytes: int) -> Tensor:
         import torch.distributed._symmetric_memory as symmetric
 
         os.environ.setdefault(OVERLAPPING, "1")
         block = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
-        block.zero_()
+        return block.zero_()
+
+    def connect(self, block: Tensor) -> PeerMemory:
+        import torch.distributed._symmetric_memory as symmetric
+
         group = dist.group.WORLD
         assert group is not None
         handle = symmetric.rendezvous(block, group)
         first = block.data_ptr() - handle.buffer_ptrs[dist.get_rank()]
         return PeerMemory(block, tuple(pointer + first for pointer in handle.buffer_ptrs), handle)
 
-    def release(self, memory: PeerMemory) -> None:
-        """torch unmaps when the last reference goes."""
+    def channel(self, site: RankSite) -> MappedChannel:
+        return MappedChannel(site)
