@@ -22,11 +22,17 @@ from stepgraph.planner.schedule import EachItem, Item, LayersItem, OpItem, Sched
 
 
 class Unsharded:
-    """A callable model: named inputs to named outputs, all whole, in ``dtype``."""
+    """A callable model: named inputs to named outputs, all whole, in ``dtype`` and on ``device``."""
 
-    def __init__(self, schedule: Schedule, seed: int, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        seed: int,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | None = None,
+    ) -> None:
         self.schedule, self.dtype = schedule, dtype
-        self.weights = MadeUpWeights(seed)
+        self.weights = MadeUpWeights(seed, device or torch.device("cpu"))
         self.names: dict[tuple[str | int, ...], str] = {}
         for block, items in (*schedule.blocks.items(), ("step", schedule.step)):
             self._name(block, items, {})

@@ -63,6 +63,9 @@ class StepgraphError(Exception):
         self.diagnostics = tuple(diagnostics)
         super().__init__("\n".join(d.render() for d in self.diagnostics))
 
+    def __reduce__(self) -> tuple[type[StepgraphError], tuple[tuple[Diagnostic, ...]]]:
+        return type(self), (self.diagnostics,)
+
     @property
     def exit_code(self) -> int:
         """What a command that ends with this exits with: 1 findings, 2 usage or I/O, 3 a capability is missing."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from stepgraph.runtime.capture import Capture, capture
 from stepgraph.runtime.cpu import HostLoop
 from stepgraph.runtime.cuda import CudaRank, Watcher
 from stepgraph.runtime.executor import issue, make_stages
+from stepgraph.runtime.facts import CaptureFacts
 from stepgraph.runtime.transport.collective import CollectiveTransport, on_host
 from stepgraph.runtime.transport.ipc import IpcTransport
 from stepgraph.runtime.transport.mapped import MappedChannel
@@ -29,24 +29,6 @@ from stepgraph.runtime.transport.symmetric import SymmetricTransport
 
 TIME_LIMIT = 120.0
 """Seconds that a step of the self-test may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureFacts:
-    """What a session tells of its step."""
-
-    transport: str
-    passed_over: tuple[str, ...]
-    """Why other transports were not taken."""
-    eager_because: str
-    """Why the step is not captured; empty where it is."""
-    capture_seconds: float
-    nodes: Mapping[str, int]
-    """Of the captured graph, by type."""
-    planned_nodes: Mapping[str, int]
-    """Those that the plan itself asks for; the others are what stages and collectives became."""
-    arena_bytes: int
-    pool_bytes: int
 
 
 def transports(device: torch.device) -> tuple[Transport, ...]:

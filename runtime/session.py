@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,7 @@ from stepgraph.planner.diagnostics import CapabilityError, Diagnostic, Stepgraph
 from stepgraph.planner.plan import Plan
 from stepgraph.runtime.cpu import HostLoop, World
 from stepgraph.runtime.cpu_memory import Report, torch_dtype
-
-if TYPE_CHECKING:
-    from stepgraph.runtime.cuda_backend import CaptureFacts
+from stepgraph.runtime.facts import CaptureFacts
 
 NamedInputs = Mapping[str, Tensor]
 Outputs = tuple[Tensor, ...]
@@ -220,23 +218,29 @@ def _open(plan: Plan, device: DeviceName, seed: int, stages: StageMaker | None, 
             problem = "a rank alone runs on cuda"
             raise CapabilityError([Diagnostic("E606", problem, None, "--device cuda", "cpu")])
         return World(plan, stages or MadeUpStages(seed), seed)
-    missing = cuda_lacks(solo)
-    if missing:
-        hint = "`stepgraph doctor` tells more; --device cpu runs everywhere"
-        raise CapabilityError([Diagnostic("E601", "the cuda device is not there", None, "", missing, hint)])
+    need_cuda()
+    if not solo and not dist.is_initialized():
+        message, hint = "the cuda device has no process group", "`stepgraph run --device cuda` starts one"
+        raise CapabilityError([Diagnostic("E601", message, None, "a process of a group for each rank", "none", hint)])
     from stepgraph.runtime.cuda_backend import CudaBackend
 
     where = torch.device("cuda", torch.cuda.current_device())
     return CudaBackend(plan, stages or MadeUpStages(seed, where, drawn_there=solo), eager, solo)
 
 
-def cuda_lacks(alone: bool) -> str:
-    """Why this process can't be a rank of the cuda device, or rank 0 alone; empty where it can."""
+def cuda_lacks() -> str:
+    """Why this process can't use the cuda device; empty where it can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
-    if importlib.util.find_spec("cuda") is None:
-        return "the package cuda-python is not installed"
-    return "" if alone or dist.is_initialized() else "no process group: each rank is a process of one"
+    return "the package cuda-python is not installed" if importlib.util.find_spec("cuda") is None else ""
+
+
+def need_cuda() -> None:
+    """Raises CapabilityError E601 where this process can't use the cuda device."""
+    lacks = cuda_lacks()
+    if lacks:
+        hint = "`stepgraph doctor` tells more; --device cpu runs everywhere"
+        raise CapabilityError([Diagnostic("E601", "the cuda device is not there", None, "", lacks, hint)])
 
 
 def random_inputs(plan: Plan, seed: int) -> dict[str, Tensor]:

@@ -1,20 +1,26 @@
-"""Runs a plan's denoising loop on the cpu device and holds it against the unsharded model."""
+"""Runs a plan's denoising loop over all ranks, on cpu or on GPUs, and holds it against the unsharded model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stepgraph.kernels.unsharded import Unsharded
-from stepgraph.planner.diagnostics import CapabilityError, Diagnostic
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.schedule import Schedule, read_schedule
 from stepgraph.runtime.cpu_memory import Fault, Race, torch_dtype
 from stepgraph.runtime.denoise import denoise, sigma_pairs
-from stepgraph.runtime.session import DeviceName, NamedLoop, Session, random_inputs
+from stepgraph.runtime.facts import CaptureFacts
+from stepgraph.runtime.session import DeviceName, NamedLoop, Session, cuda_lacks, need_cuda, random_inputs
+
+if TYPE_CHECKING:
+    from stepgraph.runtime.rank_run import RankRun
 
 SLACK = 4.0
 """How many times the error of the unsharded model in the plan's dtype a sharded run may have."""
@@ -22,6 +28,7 @@ SLACK = 4.0
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
+    device: str
     ranks: int
     steps: int
     seed: int
@@ -32,13 +39,18 @@ class RunReport:
     output."""
     movement_exact: bool
     movements_checked: int
-    races: tuple[Race, ...]
-    faults: tuple[Fault, ...]
+    races: tuple[Race, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    facts: CaptureFacts | None = None
+    """On cuda: of rank 0."""
+    captured_equals_eager: bool | None = None
+    """On cuda, on every rank and in every step, bit for bit; None where nothing was captured."""
 
     @property
     def ok(self) -> bool:
         agrees = self.max_abs_error <= self.tolerance  # false for NaN
-        return agrees and self.movement_exact and not self.races and not self.faults
+        found = self.races or self.faults or self.captured_equals_eager is False
+        return agrees and self.movement_exact and not found
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -59,23 +71,33 @@ def _unsharded_loop(plan: Plan, model: Unsharded, inputs: dict[str, Tensor], ste
 
 def _error(seen: list[tuple[Tensor, ...]], exact: list[tuple[Tensor, ...]]) -> float:
     pairs = [pair for step in zip(seen, exact, strict=True) for pair in zip(*step, strict=True)]
-    return max(float((got.double() - want.double()).abs().max()) for got, want in pairs)
+    return max(float((got.cpu().double() - want.cpu().double()).abs().max()) for got, want in pairs)
 
 
 def simulate(
-    plan: Plan, steps: int, seed: int, device: DeviceName = "cpu", progress: Callable[[str], None] = lambda _: None
-) -> RunReport:
-    """Run ``steps`` denoising steps over all ranks, interleaved by ``seed``, with made-up weights and inputs.
+    plan: Plan,
+    steps: int,
+    seed: int,
+    device: DeviceName = "cpu",
+    eager: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> RunReport | None:
+    """Run ``steps`` denoising steps over all ranks with made-up weights and inputs. On cpu they are interleaved by
+    ``seed`` in this process; on cuda each is a process, started here unless torchrun has started this one as a rank.
+    None in processes that are ranks other than 0.
 
     Raises:
         StepgraphError: where the plan can't be run, or deadlocks.
     """
     if device == "cuda":
-        hint = "open a Session in each process of a group, or run with --device cpu"
-        raise CapabilityError(
-            [Diagnostic("E601", "simulated runs are on the cpu device", None, "cpu or auto", "cuda", hint)]
-        )
-    inputs, schedule = random_inputs(plan, seed), schedule_of(plan)
+        need_cuda()
+    if device == "cpu" or cuda_lacks():
+        return _on_cpu(plan, steps, seed, progress)
+    return _on_gpus(plan, steps, seed, eager, progress)
+
+
+def _on_cpu(plan: Plan, steps: int, seed: int, progress: Callable[[str], None]) -> RunReport:
+    inputs = random_inputs(plan, seed)
     every: list[list[tuple[Tensor, ...]]] = [[] for _ in plan.ranks]
 
     def loop(rank: int) -> NamedLoop:
@@ -86,20 +108,86 @@ def simulate(
         with Session(plan, device="cpu", seed=seed) as session:
             session.drive(loop)
             report = session.report
-        progress("running the unsharded model in float64")
-        exact = _unsharded_loop(plan, Unsharded(schedule, seed), inputs, steps)
-        progress(f"running the unsharded model in {plan.dtype}")
-        rounded = _unsharded_loop(plan, Unsharded(schedule, seed, torch_dtype(plan.dtype)), inputs, steps)
-    largest = max(float(output.abs().max()) for outputs in exact for output in outputs)
-    floor = 8 * torch.finfo(torch_dtype(plan.dtype)).eps * largest
+    error, tolerance = _against_unsharded(plan, steps, seed, every, torch.device("cpu"), progress)
     return RunReport(
+        device="cpu",
         ranks=plan.world_size,
         steps=steps,
         seed=seed,
-        max_abs_error=max(_error(seen, exact) for seen in every),
-        tolerance=max(SLACK * _error(rounded, exact), floor),
+        max_abs_error=error,
+        tolerance=tolerance,
         movement_exact=report.movement_exact,
         movements_checked=report.movements_checked,
         races=tuple(report.races),
         faults=tuple(report.faults),
     )
+
+
+def _on_gpus(plan: Plan, steps: int, seed: int, eager: bool, progress: Callable[[str], None]) -> RunReport | None:
+    from stepgraph.runtime.launch import join_group, launched, on_ranks
+    from stepgraph.runtime.rank_run import run_rank
+
+    progress(f"running {plan.world_size} ranks, {steps} steps")
+    if launched():
+        join_group()
+        mine = run_rank(plan, steps, seed, eager)
+        runs = [mine] * dist.get_world_size()
+        dist.gather_object(mine, runs if dist.get_rank() == 0 else None)
+        if dist.get_rank() > 0:
+            return None
+    else:
+        runs = on_ranks(plan.world_size, partial(_run_rank, plan, steps, seed, eager))
+    return report_of(plan, steps, seed, runs, torch.device("cuda"), progress)
+
+
+def report_of(
+    plan: Plan,
+    steps: int,
+    seed: int,
+    runs: Sequence[RankRun],
+    device: torch.device,
+    progress: Callable[[str], None] = lambda _: None,
+) -> RunReport:
+    """What the ranks of a run on cuda saw, held against the unsharded model on ``device``."""
+    every = [list(run.outputs) for run in runs]
+    error, tolerance = _against_unsharded(plan, steps, seed, every, device, progress)
+    same = [run.captured_equals_eager for run in runs]
+    return RunReport(
+        device="cuda",
+        ranks=plan.world_size,
+        steps=steps,
+        seed=seed,
+        max_abs_error=error,
+        tolerance=tolerance,
+        movement_exact=all(run.movement_exact for run in runs),
+        movements_checked=sum(run.movements_checked for run in runs),
+        facts=runs[0].facts,
+        captured_equals_eager=None if None in same else all(same),
+    )
+
+
+def _run_rank(plan: Plan, steps: int, seed: int, eager: bool, rank: int) -> RankRun:
+    from stepgraph.runtime.rank_run import run_rank
+
+    return run_rank(plan, steps, seed, eager)
+
+
+def _against_unsharded(
+    plan: Plan,
+    steps: int,
+    seed: int,
+    every: Sequence[list[tuple[Tensor, ...]]],
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> tuple[float, float]:
+    """(largest error of any rank's outputs, tolerance)."""
+    inputs, schedule = {n: t.to(device) for n, t in random_inputs(plan, seed).items()}, schedule_of(plan)
+    with torch.no_grad():
+        progress("running the unsharded model in float64")
+        exact = _unsharded_loop(plan, Unsharded(schedule, seed, torch.float64, device), inputs, steps)
+        progress(f"running the unsharded model in {plan.dtype}")
+        own = Unsharded(schedule, seed, torch_dtype(plan.dtype), device)
+        rounded = _unsharded_loop(plan, own, inputs, steps)
+    largest = max(float(output.abs().max()) for outputs in exact for output in outputs)
+    floor = 8 * torch.finfo(torch_dtype(plan.dtype)).eps * largest
+    return max(_error(seen, exact) for seen in every), max(SLACK * _error(rounded, exact), floor)

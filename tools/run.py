@@ -6,53 +6,171 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepgraph.tools.output import emit_json, format_option, progress, read_plan_or_schedule, set_option
+from stepgraph.tools.output import (
+    emit_json,
+    format_option,
+    progress,
+    read_plan_or_schedule,
+    set_option,
+    size,
+)
 
 if TYPE_CHECKING:
+    from stepgraph.planner.plan import Plan
+    from stepgraph.runtime.facts import CaptureFacts
     from stepgraph.runtime.session import DeviceName
+    from stepgraph.runtime.simulate import RunReport
 
 
 @click.command("run")
 @click.argument("file")
 @click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="auto", help="Where it runs.")
+@click.option("--ranks", type=click.IntRange(1, 64), help="How many; sets the schedule's ulysses axis.")
 @click.option("--steps", type=click.IntRange(1, 10_000), default=8, help="Denoising steps.")
-@click.option("--seed", type=int, default=0, help="Of weights, inputs and interleaving.")
+@click.option("--seed", type=int, default=0, help="Of weights, inputs and, on cpu, interleaving.")
+@click.option("--eager", is_flag=True, help="On cuda: issue every step anew, capture nothing.")
+@click.option("--solo", is_flag=True, help="On cuda: rank 0 alone, with stand-ins for its peers, and what it costs.")
 @set_option
 @format_option
-def command(file: str, device: DeviceName, steps: int, seed: int, settings: tuple[str, ...], style: str) -> int:
-    """Run a denoising loop over all ranks with made-up weights, and compare it with the unsharded model in float64."""
+def command(
+    file: str,
+    device: DeviceName,
+    ranks: int | None,
+    steps: int,
+    seed: int,
+    eager: bool,
+    solo: bool,
+    settings: tuple[str, ...],
+    style: str,
+) -> int:
+    """Run a denoising loop over all ranks with made-up weights, and compare it with the unsharded model in float64.
+
+    On cuda each rank is a process, which this command starts, unless torchrun has started it as a rank.
+    """
+    plan = _plan(file, settings, ranks)
+    if device == "cpu" and (solo or eager):
+        raise click.UsageError("--solo and --eager are for cuda")
+    if solo:
+        return _solo(plan, steps, seed, style)
     from stepgraph.runtime.simulate import simulate
 
-    plan = read_plan_or_schedule(file, settings)
-    report = simulate(plan, steps, seed, device, progress)
+    report = simulate(plan, steps, seed, device, eager, progress)
+    if report is None:  # a rank other than 0
+        return 0
     if style == "json":
-        emit_json(
-            {
-                "name": plan.name,
-                "device": "cpu",
-                "ranks": report.ranks,
-                "steps": report.steps,
-                "seed": report.seed,
-                "max_abs_error": report.max_abs_error,
-                "tolerance": report.tolerance,
-                "movement_exact": report.movement_exact,
-                "movements_checked": report.movements_checked,
-                "races": len(report.races),
-                "faults": [str(fault) for fault in report.faults],
-                "first_races": [str(race) for race in report.races[:5]],
-                "ok": report.ok,
-            }
-        )
-        return 0 if report.ok else 1
+        emit_json(_data(plan, report))
+    else:
+        _tell(plan, report)
+    return 0 if report.ok else 1
+
+
+def _plan(file: str, settings: tuple[str, ...], ranks: int | None) -> Plan:
+    plan = read_plan_or_schedule(file, settings)
+    if ranks is None or ranks == plan.world_size:
+        return plan
+    _, ulysses = plan.coordinate(0, "ulysses")
+    others = plan.world_size // ulysses
+    if ranks % others:
+        raise click.UsageError(f"the other axes of the mesh take {others} ranks each; {ranks} is no multiple of that")
+    return read_plan_or_schedule(file, (*settings, f"mesh.ulysses={ranks // others}"))
+
+
+def _data(plan: Plan, report: RunReport) -> dict[str, object]:
+    return {
+        "name": plan.name,
+        "device": report.device,
+        "ranks": report.ranks,
+        "steps": report.steps,
+        "seed": report.seed,
+        "max_abs_error": report.max_abs_error,
+        "tolerance": report.tolerance,
+        "movement_exact": report.movement_exact,
+        "movements_checked": report.movements_checked,
+        "races": len(report.races),
+        "faults": [str(fault) for fault in report.faults],
+        "first_races": [str(race) for race in report.races[:5]],
+        "captured_equals_eager": report.captured_equals_eager,
+        "capture": _facts_data(report.facts) if report.facts else None,
+        "ok": report.ok,
+    }
+
+
+def _facts_data(facts: CaptureFacts) -> dict[str, object]:
+    return {
+        "transport": facts.transport,
+        "passed_over": list(facts.passed_over),
+        "eager_because": facts.eager_because,
+        "capture_seconds": facts.capture_seconds,
+        "nodes": dict(facts.nodes),
+        "planned_nodes": dict(facts.planned_nodes),
+        "arena_bytes": facts.arena_bytes,
+        "pool_bytes": facts.pool_bytes,
+    }
+
+
+def _tell(plan: Plan, report: RunReport) -> None:
     for finding in [*report.races[:5], *report.faults[:5]]:
         click.echo(str(finding), err=True)
-    click.echo(f"{plan.name}: {report.steps} denoising steps on {report.ranks} ranks, device cpu, seed {report.seed}")
+    click.echo(
+        f"{plan.name}: {report.steps} denoising steps on {report.ranks} ranks, device {report.device}, "
+        f"seed {report.seed}"
+    )
     verdict = "agrees" if report.max_abs_error <= report.tolerance else "DISAGREES"
     click.echo(
         f"  unsharded model  {verdict}: max abs error {report.max_abs_error:.3g}, tolerance {report.tolerance:.3g}"
     )
     exact = "exact" if report.movement_exact else "NOT EXACT"
     click.echo(f"  data movement    {exact}, bit for bit, in {report.movements_checked} targets")
-    click.echo(f"  races            {len(report.races)}")
-    click.echo(f"  other faults     {len(report.faults)}")
-    return 0 if report.ok else 1
+    if report.facts is None:
+        click.echo(f"  races            {len(report.races)}")
+        click.echo(f"  other faults     {len(report.faults)}")
+        return
+    if report.captured_equals_eager is not None:
+        same = "the same" if report.captured_equals_eager else "NOT THE SAME"
+        click.echo(f"  captured, eager  {same}, bit for bit, on every rank in every step")
+    tell_facts(report.facts)
+
+
+def tell_facts(facts: CaptureFacts) -> None:
+    """What was captured, over what."""
+    click.echo(f"  transport        {facts.transport}")
+    for reason in facts.passed_over:
+        click.echo(f"                   not {reason}")
+    if facts.eager_because:
+        click.echo(f"  not captured     {facts.eager_because}")
+    else:
+        nodes = ", ".join(f"{count} {kind}" for kind, count in facts.nodes.items())
+        planned = ", ".join(f"{count} {kind}" for kind, count in facts.planned_nodes.items())
+        click.echo(f"  captured         in {facts.capture_seconds:.2f} s")
+        click.echo(f"  graph nodes      {nodes}")
+        click.echo(f"  of the plan      {planned or 'none'}")
+        click.echo(f"  pool             {size(facts.pool_bytes)}")
+    click.echo(f"  arena            {size(facts.arena_bytes)}")
+
+
+def _solo(plan: Plan, steps: int, seed: int, style: str) -> int:
+    from stepgraph.runtime.solo import run_solo
+
+    report = run_solo(plan, steps, seed, progress)
+    if style == "json":
+        emit_json(
+            {
+                "name": plan.name,
+                "rank": 0,
+                "ranks": plan.world_size,
+                "steps": report.steps,
+                "captured_ms": report.captured_ms,
+                "eager_ms": report.eager_ms,
+                "peak_bytes": report.peak_bytes,
+                "capture": _facts_data(report.facts),
+            }
+        )
+        return 0
+    click.echo(f"{plan.name}: rank 0 of {plan.world_size} alone, with stand-ins for its peers, {report.steps} steps")
+    ratio = report.eager_ms / report.captured_ms
+    click.echo(
+        f"  a step           {report.captured_ms:.2f} ms captured, {report.eager_ms:.2f} ms eager ({ratio:.3f} x)"
+    )
+    click.echo(f"  peak memory      {size(report.peak_bytes)}")
+    tell_facts(report.facts)
+    return 0

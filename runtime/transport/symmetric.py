@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgraph.runtime.launch import OVERLAPPING
 from stepgraph.runtime.transport.mapped import MappedChannel
 from stepgraph.runtime.transport.mapping import PeerMemory, RankSite
-
-OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""Lets several ranks of a group share one GPU; read by torch when the first block is allocated."""
 
 
 class SymmetricTransport:
@@ -33,9 +31,10 @@ class SymmetricTransport:
     def reserve(self, nbytes: int) -> Tensor:
         import torch.distributed._symmetric_memory as symmetric
 
-        os.environ.setdefault(OVERLAPPING, "1")
+        os.environ.setdefault(OVERLAPPING, "1")  # read when the first block is allocated
         block = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return block.zero_()
+        block.zero_()
+        return block
 
     def connect(self, block: Tensor) -> PeerMemory:
         import torch.distributed._symmetric_memory as symmetric

@@ -1,0 +1,24 @@
+"""What a session on cuda tells of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureFacts:
+    """What a session tells of its step."""
+
+    transport: str
+    passed_over: tuple[str, ...]
+    """Why other transports were not taken."""
+    eager_because: str
+    """Why the step is not captured; empty where it is."""
+    capture_seconds: float
+    nodes: Mapping[str, int]
+    """Of the captured graph, by type."""
+    planned_nodes: Mapping[str, int]
+    """Those that the plan itself asks for; the others are what stages and collectives became."""
+    arena_bytes: int
+    pool_bytes: int

@@ -1,0 +1,119 @@
+"""Processes of a group, one a rank: started here, or by torchrun."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.queues import Queue
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
+
+Result = TypeVar("Result")
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""Lets ranks of a group share a GPU; read by torch when it first allocates symmetric memory."""
+
+
+class LaunchError(StepgraphError):
+    """A process of a rank ended early (E612)."""
+
+
+def launched() -> bool:
+    """Whether torchrun, or something like it, has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join_group() -> None:
+    """Make this process the rank that its environment says, on a GPU of its own where there are enough; with NCCL
+    there, else with gloo alone. Does nothing in a group."""
+    if dist.is_initialized():
+        return
+    os.environ.setdefault(OVERLAPPING, "1")
+    local, ranks_here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(local % gpus)
+    own_gpu = gpus >= ranks_here and dist.is_nccl_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo")
+
+
+def leave_group() -> None:
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def be_rank(rank: int, world: int, port: int) -> None:
+    """Join a group of processes of this machine."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world),
+    )
+    join_group()
+
+
+def _worker(
+    rank: int, world: int, port: int, work: Callable[[int], Result], results: Queue[tuple[int, object, object]]
+) -> None:
+    try:
+        be_rank(rank, world, port)
+        results.put((rank, work(rank), None))
+        dist.barrier()
+        leave_group()
+    except StepgraphError as error:
+        results.put((rank, None, error))
+    except Exception:
+        results.put((rank, None, traceback.format_exc()))
+
+
+def on_ranks(world: int, work: Callable[[int], Result]) -> list[Result]:
+    """``work(rank)`` in a fresh process for each rank of a group, in order. Work and results are pickled.
+
+    Raises:
+        StepgraphError: of the first rank that raised one; E612 where a process died.
+        RuntimeError: another error of a rank, with its traceback.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    results: Queue[tuple[int, Result, object]] = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_worker, args=(rank, world, port, work, results), daemon=True) for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    found: dict[int, Result] = {}
+    try:
+        while len(found) < world:
+            try:
+                rank, value, error = results.get(timeout=1)
+            except queue.Empty:
+                dead = [n for n, process in enumerate(processes) if process.exitcode and n not in found]
+                if dead:
+                    got = f"exit code {processes[dead[0]].exitcode}"
+                    message = f"the process of rank {dead[0]} ended early"
+                    raise LaunchError([Diagnostic("E612", message, None, "a result", got)]) from None
+                continue
+            if isinstance(error, StepgraphError):
+                raise error
+            if error is not None:
+                raise RuntimeError(f"rank {rank}: {error}")
+            found[rank] = value
+        return [found[rank] for rank in range(world)]
+    finally:
+        for process in processes:
+            process.join(5 if len(found) == world else 0)
+            process.kill()
