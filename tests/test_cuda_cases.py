@@ -158,8 +158,7 @@ def test_replays_are_functions_of_their_inputs() -> None:
 
 
 def on_a_side_stream(plan: Plan, outputs: str, rank: int) -> int:
-    """How many steps are wrong when their inputs are made late, and overwritten at once, on the caller's side stream."""
-    wrong = 0
+    """How many steps are wrong when their inputs are made late, and overwritten at once, on a side stream."""
     with Session(plan, device="cuda") as session:
         step = session.capture(outputs=outputs)
         given = [on_gpu(plan, number) for number in range(8)]
@@ -178,8 +177,7 @@ def on_a_side_stream(plan: Plan, outputs: str, rank: int) -> int:
                     tensor.fill_(float("nan"))
                 results.append((number, output.clone()))
         torch.cuda.synchronize()
-        wrong = sum(not torch.equal(result, wanted[number]) for number, result in results)
-    return wrong
+        return sum(not torch.equal(result, wanted[number]) for number, result in results)
 
 
 @pytest.mark.parametrize("outputs", ["copy", "view"])

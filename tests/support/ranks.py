@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 from stepgraph.runtime.launch import be_rank, free_port
 
-START_AND_TEST = 300.0
+START_AND_TEST = 90.0
 """Seconds."""
 
 
