@@ -104,7 +104,6 @@ def capture(device: CudaRank, stages: Mapping[int, Stage]) -> Capture:
                 marks[done], counts[done] = nodes, count
 
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    before = torch.cuda.memory_reserved(device.site.device)
     started = time.perf_counter()
     failure: Exception | None = None
     try:
@@ -125,4 +124,10 @@ def capture(device: CudaRank, stages: Mapping[int, Stage]) -> Capture:
             raise failure from failure.__cause__
         raise
     seconds = time.perf_counter() - started
-    return Capture(graph, marks, counts, seconds, torch.cuda.memory_reserved(device.site.device) - before)
+    return Capture(graph, marks, counts, seconds, _pool_bytes(graph))
+
+
+def _pool_bytes(graph: torch.cuda.CUDAGraph) -> int:
+    """What the graph's private pool has reserved."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == tuple(graph.pool()))

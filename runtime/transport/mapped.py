@@ -25,8 +25,6 @@ from stepgraph.runtime.transport.mapping import PlannedNode, RankSite, flags_off
 
 RELEASE_EPOCH = 1 << 62
 """Later than any epoch."""
-BATCH = 128
-"""Operations of a batch that releases waits."""
 
 
 class MappedChannel:
@@ -44,6 +42,7 @@ class MappedChannel:
         self.epochs = torch.zeros(max(1, len(self.plan.exchanges)), dtype=torch.int64, device=site.device)
         self.tables: dict[tuple[int, tuple[Flag, ...], tuple[Flag, ...]], EpochHandshake] = {}
         self._make_tables()
+        self.released = self._released()
 
     # Sends
 
@@ -161,6 +160,16 @@ class MappedChannel:
 
     # Checks
 
+    def _released(self) -> Tensor:
+        """The flag page with every wait satisfied, in pinned memory."""
+        page = torch.zeros(self.plan.flag_slots, dtype=torch.int64)
+        for item in self.plan.ranks[self.rank].instructions:
+            if isinstance(item, Wait):
+                kernel = self.plan.exchanges[item.exchange].protocol is Protocol.KERNEL
+                for flag in item.flags:
+                    page[flag.slot] = RELEASE_EPOCH if kernel else 1
+        return page.pin_memory()
+
     def planned(self, items: Sequence[Instruction]) -> tuple[PlannedNode, ...]:
         nodes: list[PlannedNode] = []
         batch: list[tuple[int, ...]] = []
@@ -188,15 +197,9 @@ class MappedChannel:
         return (*nodes, PlannedNode("batch_mem_op", tuple(batch))) if batch else tuple(nodes)
 
     def release(self) -> None:
-        operations = []
-        for item in self.plan.ranks[self.rank].instructions:
-            if isinstance(item, Wait):
-                kernel = self.plan.exchanges[item.exchange].protocol is Protocol.KERNEL
-                value = RELEASE_EPOCH if kernel else 1
-                operations += [Memop(False, self.flag(self.rank, flag.slot), value) for flag in item.flags]
-        for first in range(0, len(operations), BATCH):
-            stream = self.site.rescue.cuda_stream
-            enqueue_memops(operations[first : first + BATCH], stream, self.site.device.index)
+        """One copy from the host over the whole page: a stream memory write can be held up by a kernel that spins."""
+        with torch.cuda.stream(self.site.rescue):
+            self.site.flag_words[: len(self.released)].copy_(self.released, non_blocking=True)
 
     def clear(self) -> None:
         self.site.flag_words.zero_()
