@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# One variant: another one would be loaded while an earlier handshake spins, and loading waits for the GPU to be idle.
+@triton.jit(do_not_specialize=["words", "epoch_word", "writes", "waits"])
 def epoch_handshake(words, epoch_word, writes, waits, LANES: tl.constexpr):
     """``words`` holds addresses: first those to write, then those to wait for. Who waits counts the epoch."""
     epoch = tl.load(epoch_word) + 1

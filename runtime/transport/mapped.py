@@ -197,7 +197,7 @@ class MappedChannel:
         return (*nodes, PlannedNode("batch_mem_op", tuple(batch))) if batch else tuple(nodes)
 
     def release(self) -> None:
-        """One copy from the host over the whole page: a stream memory write can be held up by a kernel that spins."""
+        """One copy from the host over the whole page."""
         with torch.cuda.stream(self.site.rescue):
             self.site.flag_words[: len(self.released)].copy_(self.released, non_blocking=True)
 
