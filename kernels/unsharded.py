@@ -20,6 +20,9 @@ from stepgraph.planner.naming import base_name
 from stepgraph.planner.ops import Dims
 from stepgraph.planner.schedule import EachItem, Item, LayersItem, OpItem, Schedule
 
+Observe = Callable[[str, int | None, int, Mapping[str, Tensor]], None]
+"""Is told an op's name, its layer, the branch of guidance, and the tensors that names mean there."""
+
 
 class Unsharded:
     """A callable model: named inputs to named outputs, all whole, in ``dtype`` and on ``device``."""
@@ -50,14 +53,15 @@ class Unsharded:
                 taken[name] = 1
                 self.names[item.path] = f"{block}.{name}"
 
-    def __call__(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Inputs placed ``cfg`` hold both branches; the step is then walked for both side by side."""
+    def __call__(self, inputs: Mapping[str, Tensor], observe: Observe | None = None) -> tuple[Tensor, ...]:
+        """Inputs placed ``cfg`` hold both branches; the step is then walked for both side by side. ``observe`` is told
+        after each op what all names mean."""
         stacked = {name for name, spec in self.schedule.inputs if spec.placement == "cfg"}
         branches = [
             {name: (tensor[branch] if name in stacked else tensor).to(self.dtype) for name, tensor in inputs.items()}
             for branch in range(self.schedule.axis("cfg"))
         ]
-        _Walk(self, branches).items(self.schedule.step, None, "")
+        _Walk(self, branches, observe).items(self.schedule.step, None, "")
         return tuple(branches[0][name] for name in self.schedule.outputs)
 
 
@@ -74,8 +78,8 @@ class Lead:
 class _Walk:
     """One step: the tensors that names mean in each branch of guidance, and how far the layers have come."""
 
-    def __init__(self, model: Unsharded, branches: list[dict[str, Tensor]]) -> None:
-        self.model, self.branches, self.schedule = model, branches, model.schedule
+    def __init__(self, model: Unsharded, branches: list[dict[str, Tensor]], observe: Observe | None) -> None:
+        self.model, self.branches, self.schedule, self.observe = model, branches, model.schedule, observe
         self.layer = 0
         self.lengths: dict[str, tuple[int, ...]] = {}
         """Of concatenated tensors: the lengths of their segments."""
@@ -100,7 +104,10 @@ class _Walk:
                         self.layer += 1
             else:
                 for branch in range(len(self.branches)):
-                    _STEPS[item.kind](_Op(self, item, layer, suffix, branch))
+                    op = _Op(self, item, layer, suffix, branch)
+                    _STEPS[item.kind](op)
+                    if self.observe is not None:
+                        self.observe(op.name, layer, branch, op.tensors)
 
 
 class _Op:

@@ -47,6 +47,22 @@ def leave_group() -> None:
     dist.destroy_process_group()
 
 
+def run_ranks(world: int, work: Callable[[int], Result]) -> list[Result] | None:
+    """``work(rank)`` of every rank, in order: in this process's group where torchrun has started it, else in processes
+    that are started for it. None in processes that are ranks other than 0.
+
+    Raises:
+        StepgraphError: as ``on_ranks`` and ``work`` do.
+    """
+    if not launched():
+        return on_ranks(world, work)
+    join_group()
+    mine = work(dist.get_rank())
+    every = [mine] * dist.get_world_size()
+    dist.gather_object(mine, every if dist.get_rank() == 0 else None)
+    return every if dist.get_rank() == 0 else None
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from stepgraph.kernels.unsharded import Unsharded
@@ -124,20 +123,11 @@ def _on_cpu(plan: Plan, steps: int, seed: int, progress: Callable[[str], None]) 
 
 
 def _on_gpus(plan: Plan, steps: int, seed: int, eager: bool, progress: Callable[[str], None]) -> RunReport | None:
-    from stepgraph.runtime.launch import join_group, launched, on_ranks
-    from stepgraph.runtime.rank_run import run_rank
+    from stepgraph.runtime.launch import run_ranks
 
     progress(f"running {plan.world_size} ranks, {steps} steps")
-    if launched():
-        join_group()
-        mine = run_rank(plan, steps, seed, eager)
-        runs = [mine] * dist.get_world_size()
-        dist.gather_object(mine, runs if dist.get_rank() == 0 else None)
-        if dist.get_rank() > 0:
-            return None
-    else:
-        runs = on_ranks(plan.world_size, partial(_run_rank, plan, steps, seed, eager))
-    return report_of(plan, steps, seed, runs, torch.device("cuda"), progress)
+    runs = run_ranks(plan.world_size, partial(_run_rank, plan, steps, seed, eager))
+    return None if runs is None else report_of(plan, steps, seed, runs, torch.device("cuda"), progress)
 
 
 def report_of(

@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "compile": "Compile a schedule to a plan and prove it.",
     "show": "Show what each stream of a rank does.",
     "run": "Run a denoising loop and compare it with the unsharded model.",
+    "compare": "Compare a step with the unsharded model, op by op.",
     "verify": "Prove a plan free of races and deadlocks.",
     "diff": "Tell how two schedules or plans differ.",
     "schema": "Print the JSON Schema of schedules.",
