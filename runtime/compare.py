@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -246,7 +247,7 @@ class _Comparison:
             off = (self.rounded[key].double() - self.exact[key]).abs().max()
             eps = torch.finfo(torch_dtype(self.plan.dtype)).eps
             tolerance = max(tolerance, SLACK * float(off), 8 * eps * float(self.exact[key].abs().max()))
-            if not error <= worst:
+            if not math.isnan(worst) and not error <= worst:
                 worst, where = error, rank
         line = self.plan.ops[number].line
         return [Compared(node.name, node.kind, node.layer, line, value.name, worst, tolerance, where)]
