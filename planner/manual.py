@@ -225,26 +225,50 @@ CODES: dict[str, Entry] = {
         "Give an input and the first output the same shape.",
     ),
     "E604": Entry("the session is closed", "A step or session was used after it was closed.", "Open another."),
+    "E605": Entry(
+        "an input of another kind",
+        "A step takes what its plan was compiled for: shape, dtype, device, contiguous.",
+        "Compare expected and got; cast or compile for other sizes.",
+    ),
     "E606": Entry(
         "something that the device or the group can't do",
-        "A transport that some rank lacks, a handshake that the device does not make, or a collective on the host that "
-        "would be captured.",
+        "A transport that some rank lacks, too little memory, too many ranks for a kernel handshake, or a rank alone "
+        "whose plan has collectives.",
         "Take another transport or handshake, or exchanges via copy.",
     ),
     "E607": Entry(
-        "ranks that disagree",
-        "The ranks of a group were started with different plans, or are too many or too few.",
+        "ranks that disagree, or one that failed",
+        "The ranks of a group were started with different plans, versions or modes, are too many or too few, or "
+        "another rank has failed, whose own error tells more.",
         "Start one process a rank, all with the same plan.",
     ),
     "E608": Entry(
         "a captured graph that differs from the plan",
-        "Reading the CUDA graph back after capture found a copy or handshake without its node, or an order without a "
-        "path.",
+        "Reading the CUDA graph back after capture found a copy or handshake that is not there with its parameters, a "
+        "node that nobody planned, or an order without a path.",
         "Report it with the plan: the capture has lost work.",
     ),
-    "E605": Entry(
-        "an input of another kind",
-        "A step takes what its plan was compiled for: shape, dtype, device.",
-        "Compare expected and got; cast or compile for other sizes.",
+    "E609": Entry(
+        "a parameter that has moved",
+        "A captured step reads weights where they were when it was captured. One has been swapped, offloaded or "
+        "dropped since, as LoRA and offloading do.",
+        "Change weights in place, or open a new session.",
+    ),
+    "E610": Entry(
+        "a stage that fails",
+        "A stage raised an error when it was run or captured. Under capture a stage can't wait for the GPU, allocate "
+        "symmetric memory, or draw from a random generator of its own.",
+        "Mend the stage of the op that is named; `stepgraph run --eager` runs it without capture.",
+    ),
+    "E611": Entry(
+        "a step that does not finish",
+        "Before a session is handed out, its group runs a step and two replays within a time limit. One did not end; "
+        "its waits were released, and the next transport is tried.",
+        "`stepgraph doctor` tells of transports; `--set defaults.handshake=copy` takes another handshake.",
+    ),
+    "E612": Entry(
+        "a rank that died",
+        "The process of a rank ended before it had a result.",
+        "Its own output, above, tells why; a rank that ran out of memory is often killed without a word.",
     ),
 }

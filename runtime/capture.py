@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,9 +12,8 @@ from cuda.bindings import driver
 
 from stepgraph.kernels.cuda_call import checked
 from stepgraph.kernels.stages import Stage
-from stepgraph.planner.plan import Instruction, Reset, Signal, Wait
 from stepgraph.runtime.cuda import CudaRank
-from stepgraph.runtime.executor import issue
+from stepgraph.runtime.executor import issue, issued_together
 
 Nodes = frozenset[int]
 """Handles of CUDA graph nodes."""
@@ -31,22 +30,6 @@ class Capture:
     seconds: float
     pool_bytes: int
     """What the capture has reserved for tensors."""
-
-
-def issued_together(items: Sequence[Instruction]) -> list[range]:
-    """The program in pieces that are issued at once: a signal, wait and reset of one exchange that follow each other,
-    else a single instruction."""
-    found: list[range] = []
-    for number, item in enumerate(items):
-        before = items[number - 1] if number else None
-        parts = (Signal, Wait, Reset)
-        if isinstance(item, parts) and isinstance(before, parts):
-            goes_on = before.exchange == item.exchange and before.stream == item.stream
-            if goes_on and not isinstance(item, Signal):
-                found[-1] = range(found[-1].start, number + 1)
-                continue
-        found.append(range(number, number + 1))
-    return found
 
 
 def last_nodes(stream: torch.cuda.Stream) -> Nodes:

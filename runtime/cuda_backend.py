@@ -20,20 +20,14 @@ from stepgraph.runtime.cpu import HostLoop
 from stepgraph.runtime.cuda import CudaRank, Watcher
 from stepgraph.runtime.executor import issue, make_stages
 from stepgraph.runtime.facts import CaptureFacts
+from stepgraph.runtime.transport.choices import transports
 from stepgraph.runtime.transport.collective import CollectiveTransport, on_host
-from stepgraph.runtime.transport.ipc import IpcTransport
 from stepgraph.runtime.transport.mapped import MappedChannel
 from stepgraph.runtime.transport.mapping import Channel, PeerMemory, RankSite, Transport, block_bytes
 from stepgraph.runtime.transport.solo import SoloTransport
-from stepgraph.runtime.transport.symmetric import SymmetricTransport
 
 TIME_LIMIT = 120.0
 """Seconds that a step of the self-test may take."""
-
-
-def transports(device: torch.device) -> tuple[Transport, ...]:
-    """What there is to move data with between ranks, best first."""
-    return SymmetricTransport(device), IpcTransport(device), CollectiveTransport(device)
 
 
 class CudaBackend:

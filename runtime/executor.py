@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from stepgraph.kernels.stages import Stage, StageMaker
 from stepgraph.planner.plan import (
     Collective,
     Drop,
+    Instruction,
     Load,
     Plan,
     Record,
@@ -26,6 +27,22 @@ def make_stages(plan: Plan, rank: int, maker: StageMaker) -> dict[int, Stage]:
     """The stage of every ``Run`` of a rank, by its number in the program. Weights are made here, not when it runs."""
     items = enumerate(plan.ranks[rank].instructions)
     return {number: maker(plan, rank, item) for number, item in items if isinstance(item, Run)}
+
+
+def issued_together(items: Sequence[Instruction]) -> list[range]:
+    """The program in pieces that are issued at once: a signal, wait and reset of one exchange that follow each other,
+    else a single instruction."""
+    found: list[range] = []
+    for number, item in enumerate(items):
+        before = items[number - 1] if number else None
+        parts = (Signal, Wait, Reset)
+        if isinstance(item, parts) and isinstance(before, parts):
+            goes_on = before.exchange == item.exchange and before.stream == item.stream
+            if goes_on and not isinstance(item, Signal):
+                found[-1] = range(found[-1].start, number + 1)
+                continue
+        found.append(range(number, number + 1))
+    return found
 
 
 def issue(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.queues import Queue
@@ -16,6 +18,8 @@ import torch.distributed as dist
 from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
 
 Result = TypeVar("Result")
+GRACE = 3.0
+"""Seconds that the other ranks have to tell their errors after the first."""
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Lets ranks of a group share a GPU; read by torch when it first allocates symmetric memory."""
 
@@ -87,8 +91,9 @@ def _worker(
 ) -> None:
     try:
         be_rank(rank, world, port)
-        results.put((rank, work(rank), None))
-        dist.barrier()
+        value = work(rank)
+        dist.barrier()  # nobody leaves while another still needs it
+        results.put((rank, value, None))
         leave_group()
     except StepgraphError as error:
         results.put((rank, None, error))
@@ -100,7 +105,7 @@ def on_ranks(world: int, work: Callable[[int], Result]) -> list[Result]:
     """``work(rank)`` in a fresh process for each rank of a group, in order. Work and results are pickled.
 
     Raises:
-        StepgraphError: of the first rank that raised one; E612 where a process died.
+        StepgraphError: a rank's own; E612 where a process died.
         RuntimeError: another error of a rank, with its traceback.
     """
     context = torch.multiprocessing.get_context("spawn")
@@ -112,24 +117,38 @@ def on_ranks(world: int, work: Callable[[int], Result]) -> list[Result]:
     for process in processes:
         process.start()
     found: dict[int, Result] = {}
+    errors: dict[int, object] = {}
+    deadline = math.inf
     try:
-        while len(found) < world:
+        while len(found) < world and time.monotonic() < deadline:
             try:
-                rank, value, error = results.get(timeout=1)
+                rank, value, error = results.get(timeout=0.5)
             except queue.Empty:
-                dead = [n for n, process in enumerate(processes) if process.exitcode and n not in found]
-                if dead:
-                    got = f"exit code {processes[dead[0]].exitcode}"
-                    message = f"the process of rank {dead[0]} ended early"
-                    raise LaunchError([Diagnostic("E612", message, None, "a result", got)]) from None
-                continue
-            if isinstance(error, StepgraphError):
-                raise error
-            if error is not None:
-                raise RuntimeError(f"rank {rank}: {error}")
-            found[rank] = value
+                lost = {n: p.exitcode for n, p in enumerate(processes) if p.exitcode and n not in {*found, *errors}}
+                errors |= {n: LaunchError([_died(n, code)]) for n, code in lost.items()}
+            else:
+                if error is None:
+                    found[rank] = value
+                else:
+                    errors[rank] = error
+            if errors and deadline == math.inf:
+                deadline = time.monotonic() + GRACE
+        for error in sorted(errors.values(), key=_rank_of):
+            raise error if isinstance(error, StepgraphError) else RuntimeError(f"a rank failed: {error}")
         return [found[rank] for rank in range(world)]
     finally:
         for process in processes:
             process.join(5 if len(found) == world else 0)
             process.kill()
+
+
+def _died(rank: int, code: int | None) -> Diagnostic:
+    return Diagnostic("E612", f"the process of rank {rank} ended early", None, "a result", f"exit code {code}")
+
+
+def _rank_of(error: object) -> int:
+    """Which of several errors tells the cause: a rank's own, then a death, then another rank's failure, then what
+    follows from a peer that is gone."""
+    if not isinstance(error, StepgraphError):
+        return 3
+    return {"E612": 1, "E607": 2}.get(error.diagnostics[0].code, 0)

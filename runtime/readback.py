@@ -13,8 +13,9 @@ from cuda.bindings import driver
 from stepgraph.kernels.cuda_call import checked
 from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
 from stepgraph.planner.plan import Collective, Instruction, Plan, Record, Run, WaitEvent
-from stepgraph.runtime.capture import Capture, issued_together
+from stepgraph.runtime.capture import Capture
 from stepgraph.runtime.cuda import CudaRank
+from stepgraph.runtime.executor import issued_together
 from stepgraph.runtime.transport.mapping import PlannedNode
 
 MAX_FINDINGS = 10
@@ -228,16 +229,4 @@ def planned_counts(device: CudaRank) -> dict[str, int]:
         if not isinstance(items[piece.start], Run | Collective):
             planned = device.channel.planned([items[number] for number in piece]) or ()
             counts.update(node.kind for node in planned)
-    return dict(sorted(counts.items()))
-
-
-def stage_counts(device: CudaRank, capture: Capture, facts: GraphFacts) -> dict[str, int]:
-    """How many nodes of each kind stages and collectives have made."""
-    items = device.program.instructions
-    counts: Counter[str] = Counter()
-    done = 0
-    for piece in issued_together(items):
-        first, done = done, capture.counts[piece.start]
-        if isinstance(items[piece.start], Run | Collective):
-            counts.update(facts.kinds[node] for node in facts.nodes[first:done])
     return dict(sorted(counts.items()))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import shutil
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 import click
 
 from stepgraph.tools.output import emit_json, format_option
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _version(package: str) -> str | None:
@@ -19,36 +24,50 @@ def _version(package: str) -> str | None:
 
 
 def findings() -> list[dict[str, str]]:
-    """What is there and what is missing; ``ok`` is whether the cpu device needs it and has it, or nobody needs it."""
+    """What is there and what is missing, and what for."""
     import torch
 
-    rows: list[dict[str, str]] = [
-        {"what": "python", "found": platform.python_version(), "means": "3.11 or newer is needed"},
-        {"what": "torch", "found": torch.__version__, "means": "2.11 or newer is needed"},
-        {"what": "device cpu", "found": "yes", "means": "runs every plan, all ranks in one process"},
-        {
-            "what": "CUDA",
-            "found": torch.version.cuda or "no",
-            "means": "the CUDA that torch was built with",
-        },
+    rows = [
+        _row("python", platform.python_version(), "3.11 or newer is needed"),
+        _row("torch", torch.__version__, "2.11 or newer is needed"),
+        _row("device cpu", "yes", "runs every plan, all ranks in one process"),
+        _row("CUDA", torch.version.cuda or "no", "the CUDA that torch was built with"),
     ]
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            rows.append(
-                {
-                    "what": f"GPU {index}",
-                    "found": torch.cuda.get_device_name(index),
-                    "means": "a Session in a process group can use it",
-                }
-            )
-    else:
-        rows.append({"what": "GPU", "found": "none", "means": "plans run on the cpu device"})
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(gpus):
+        rows.append(_row(f"GPU {index}", torch.cuda.get_device_name(index), "a rank runs on it, or several"))
+    if not gpus:
+        rows.append(_row("GPU", "none", "plans run on the cpu device"))
     bindings = "yes" if importlib.util.find_spec("cuda") else "no"
-    rows.append({"what": "cuda-python", "found": bindings, "means": "is needed by the cuda device"})
-    diffusers = _version("diffusers")
+    rows.append(_row("cuda-python", bindings, "is needed by the cuda device"))
+    rows += _transports(torch.device("cuda"))
+    rows.append(_row("handshake memop, copy", "yes" if gpus else "no", "stream memory operations"))
+    triton = _version("triton")
+    rows.append(_row("handshake kernel", f"triton {triton}" if triton else "no triton", "an epoch kernel"))
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    rows.append(_row("NCCL", "yes" if nccl else "no", "captures exchanges via nccl; wants a GPU for each rank"))
+    shared = "yes" if shutil.which("nvidia-cuda-mps-control") else "no"
     rows.append(
-        {"what": "diffusers", "found": diffusers or "no", "means": "optional: sigmas are checked against its own"}
+        _row("multi-process service", shared, "makes several ranks on one GPU faster by far, once it is started")
     )
+    diffusers = _version("diffusers")
+    rows.append(_row("diffusers", diffusers or "no", "optional: sigmas are checked against its own"))
+    return rows
+
+
+def _row(what: str, found: str, means: str) -> dict[str, str]:
+    return {"what": what, "found": found, "means": means}
+
+
+def _transports(device: torch.device) -> list[dict[str, str]]:
+    """Each transport, whether it can be used here, and why not; a session takes the first that all its ranks have."""
+    from stepgraph.runtime.transport.choices import transports
+
+    rows = []
+    for number, transport in enumerate(transports(device), 1):
+        reason = transport.unavailable()
+        found = "no" if reason else "yes"
+        rows.append(_row(f"transport {transport.name}", found, reason or f"choice {number} of transport auto"))
     return rows
 
 
@@ -61,5 +80,5 @@ def command(style: str) -> int:
         emit_json({"ok": True, "findings": rows})
         return 0
     for row in rows:
-        click.echo(f"{row['what']:12} {row['found']!s:20} {row['means']}")
+        click.echo(f"{row['what']:24} {row['found']:20} {row['means']}")
     return 0

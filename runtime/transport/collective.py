@@ -56,7 +56,7 @@ class CollectiveTransport:
         self.device = device
 
     def unavailable(self) -> str | None:
-        return None if dist.is_initialized() else "no process group"
+        return None if torch.cuda.is_available() else "torch sees no GPU"
 
     def reserve(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
