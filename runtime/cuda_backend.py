@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from stepgraph.runtime.transport.mapped import MappedChannel
 from stepgraph.runtime.transport.mapping import Channel, PeerMemory, RankSite, Transport, block_bytes
 from stepgraph.runtime.transport.solo import SoloTransport
 
+log = logging.getLogger("stepgraph")
 TIME_LIMIT = 120.0
 """Seconds that a step of the self-test may take."""
 
@@ -60,6 +62,7 @@ class CudaBackend:
         choices = (SoloTransport(self.device, plan.world_size),) if solo else transports(self.device)
         found, passed_over = group.choose("auto" if solo else plan.transport, choices, self._attempt)
         self.facts = self._facts(found, passed_over)
+        log.info("rank %d of %s: %s", self.rank, plan.name, self.facts)
 
     def _groups(self, eager: bool) -> dict[int, dist.ProcessGroup | None]:
         """The process group of each of the plan's groups; None for a rank alone. Collective."""

@@ -133,7 +133,7 @@ def on_ranks(world: int, work: Callable[[int], Result]) -> list[Result]:
                     errors[rank] = error
             if errors and deadline == math.inf:
                 deadline = time.monotonic() + GRACE
-        for error in sorted(errors.values(), key=_rank_of):
+        for error in sorted(errors.values(), key=_precedence):
             raise error if isinstance(error, StepgraphError) else RuntimeError(f"a rank failed: {error}")
         return [found[rank] for rank in range(world)]
     finally:
@@ -146,7 +146,7 @@ def _died(rank: int, code: int | None) -> Diagnostic:
     return Diagnostic("E612", f"the process of rank {rank} ended early", None, "a result", f"exit code {code}")
 
 
-def _rank_of(error: object) -> int:
+def _precedence(error: object) -> int:
     """Which of several errors tells the cause: a rank's own, then a death, then another rank's failure, then what
     follows from a peer that is gone."""
     if not isinstance(error, StepgraphError):

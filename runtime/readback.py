@@ -19,6 +19,8 @@ from stepgraph.runtime.executor import issued_together
 from stepgraph.runtime.transport.mapping import PlannedNode
 
 MAX_FINDINGS = 10
+EPOCH_KERNEL = "epoch_handshake"
+"""The kernel's name: that of its Python function."""
 
 
 class ReadbackError(StepgraphError):
@@ -97,16 +99,27 @@ def _parameters(node: int, kind: str) -> tuple[tuple[int, ...], ...]:
         waits = int(driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_64)
         found = [batch.operations[index] for index in range(batch.count)]
         return tuple((int(item.operation == waits), item.address, item.value) for item in found)
-    return ()
+    return _epoch_parameters(handle) if kind == "kernel" else ()
+
+
+def _epoch_parameters(handle: driver.CUgraphNode) -> tuple[tuple[int, ...], ...]:
+    """The arguments of an epoch handshake; () for another kernel."""
+    launch = checked(driver.cuGraphKernelNodeGetParams(handle))
+    if not int(launch.func) or checked(driver.cuFuncGetName(launch.func)) != EPOCH_KERNEL.encode():
+        return ()
+    arguments = (ctypes.c_void_p * 4).from_address(int(launch.kernelParams))
+    words, epoch = (ctypes.c_ulonglong.from_address(arguments[index] or 0).value for index in (0, 1))
+    writes, waits = (ctypes.c_int.from_address(arguments[index] or 0).value for index in (2, 3))
+    return ((words, epoch, writes, waits),)
 
 
 def _same(planned: PlannedNode, node: int, kind: str) -> bool:
     if planned.kind != kind:
         return False
     found = _parameters(node, kind)
-    if kind != "memcpy" or not planned.what:
-        return not planned.what or found == planned.what
-    (at, pitch, width, height), (got_at, got_pitch, got_width, got_height) = planned.what[0], found[0]
+    if kind != "memcpy":
+        return found == planned.what
+    ((at, pitch, width, height),), ((got_at, got_pitch, got_width, got_height),) = planned.what, found
     dense = height == 1 or pitch == width  # may be captured as one row
     as_one_row = dense and got_width * got_height == width * height
     return at == got_at and (as_one_row or (pitch, width, height) == (got_pitch, got_width, got_height))

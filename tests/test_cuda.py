@@ -1,5 +1,6 @@
 """The cuda device: several processes, one a rank, that may share one GPU; captured, eager, cpu and unsharded agree."""
 
+import json
 import random
 import time
 from functools import partial
@@ -8,12 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from stepgraph.kernels.stages import MadeUpStages, Stage
 from stepgraph.kernels.unsharded import Unsharded
 from stepgraph.planner.diagnostics import StepgraphError
-from stepgraph.planner.plan import Plan
+from stepgraph.planner.plan import Plan, Run
+from stepgraph.runtime.compare import compare
 from stepgraph.runtime.denoise import denoise, sigma_pairs
 from stepgraph.runtime.session import Session, random_inputs
 from stepgraph.runtime.simulate import report_of, schedule_of
+from stepgraph.tools import cli
 
 from support.ranks import on_fresh_ranks, on_ranks
 from support.sizes import SHIPPED, small_plan
@@ -74,7 +78,12 @@ def test_shipped_schedules_over_both_mappings(name: str, ranks: int) -> None:
         assert report.facts.transport == plan.transport
         assert report.captured_equals_eager
         assert report.movements_checked > 0
-        assert set(report.facts.planned_nodes) == {"batch_mem_op", "memcpy"}
+        items, nodes = plan.ranks[0].instructions, report.facts.nodes
+        copies = sum(plan.ranks[i.peer].buffers[i.target].batch for i in items if i.do == "send")
+        handshakes = sum(item.do == "signal" for item in items)
+        assert report.facts.planned_nodes == {"batch_mem_op": handshakes, "memcpy": copies}
+        assert nodes["batch_mem_op"] == handshakes
+        assert nodes["memcpy"] >= copies
 
 
 @pytest.mark.parametrize("handshake", ["memop", "copy", "kernel"])
@@ -145,9 +154,13 @@ def dropped(plan: Plan, what: str, rank: int) -> str:
         setattr(CudaRank, what, original)
 
 
-@pytest.mark.parametrize("what", ["send", "wait_event", "signal", "wait", "reset"])
-def test_what_is_dropped_under_capture_is_read_back(what: str) -> None:
-    plan = small_plan("quickstart", mesh__ulysses="2")
+DROPS = [("send", "memop"), ("wait_event", "memop"), ("reset", "memop"), ("reset", "copy")]
+DROPS += [(what, handshake) for what in ("signal", "wait") for handshake in ("memop", "copy", "kernel")]
+
+
+@pytest.mark.parametrize(("what", "handshake"), DROPS)
+def test_what_is_dropped_under_capture_is_read_back(what: str, handshake: str) -> None:
+    plan = small_plan("quickstart", mesh__ulysses="2", defaults__handshake=handshake)
     for told in on_ranks(2, partial(dropped, plan, what)):
         assert isinstance(told, str)
         assert "E608" in told, told
@@ -180,6 +193,47 @@ def test_a_copy_to_another_place_is_read_back() -> None:
     for told in on_ranks(2, partial(redirected, small_plan("quickstart", mesh__ulysses="2"))):
         assert isinstance(told, str)
         assert "E608" in told, told
+
+
+# Commands
+
+
+class WrongMlp(MadeUpStages):
+    def __call__(self, plan: Plan, rank: int, run: Run) -> Stage:
+        stage, op = super().__call__(plan, rank, run), plan.ops[run.op]
+        wrong = op.name.endswith("mlp") and op.layer == 1 and rank == 1
+        return (lambda tensors: [stage(tensors)[0] * 1.01]) if wrong else stage
+
+
+def test_compare_op_by_op_with_captured_steps() -> None:
+    plan = small_plan("flux_1024_u4", model__dtype="float32")
+    assert [row for row in compare(plan, 0, "cuda") if row.differs] == []
+    first = next(row for row in compare(plan, 0, "cuda", WrongMlp) if row.differs)
+    assert first.where == "dual.mlp.img[1]"
+
+
+def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    small = "--set=shape.seq=21,model.layers=2"
+    assert cli.run(["run", "quickstart", "--ranks", "2", "--steps", "2", "--format", "json", small]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["device"], data["ranks"], data["captured_equals_eager"]) == ("cuda", 2, True)
+    assert data["capture"]["nodes"]["batch_mem_op"] == data["capture"]["planned_nodes"]["batch_mem_op"] > 0
+    assert data["capture"]["pool_bytes"] > 0
+    assert cli.run(["run", "quickstart", "--ranks", "2", "--steps", "2", "--eager", small]) == 0
+    assert "not captured     eager was asked for" in capsys.readouterr().out
+    assert cli.run(["run", "minimax_h3_u4", "--solo", small]) == 3
+    assert "defaults.gather.via=copy" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_minimax_h3_alone_at_its_true_shape_and_depth(capsys: pytest.CaptureFixture[str]) -> None:
+    copy = "--set=defaults.gather.via=copy"
+    assert cli.run(["run", "minimax_h3_u4", "--solo", "--steps", "10", "--format", "json", copy]) == 0
+    data = json.loads(capsys.readouterr().out)
+    with capsys.disabled():
+        print("\n", {key: value for key, value in data.items() if key != "capture"}, data["capture"])
+    assert data["peak_bytes"] < 139 << 30
+    assert data["capture"]["nodes"]["batch_mem_op"] == data["capture"]["planned_nodes"]["batch_mem_op"] == 101
 
 
 # Replays (CASES 1, 7, 12)

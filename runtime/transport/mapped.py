@@ -171,6 +171,7 @@ class MappedChannel:
         return page.pin_memory()
 
     def planned(self, items: Sequence[Instruction]) -> tuple[PlannedNode, ...]:
+        flags = {type(item): item.flags for item in items if isinstance(item, Signal | Wait)}
         nodes: list[PlannedNode] = []
         batch: list[tuple[int, ...]] = []
         for item in items:
@@ -181,7 +182,7 @@ class MappedChannel:
             protocol = self.plan.exchanges[item.exchange].protocol
             own = [self.flag(self.rank, flag.slot) for flag in item.flags]
             if protocol is Protocol.KERNEL:
-                nodes = [PlannedNode("kernel")]
+                nodes = [_kernel(self.tables[item.exchange, flags.get(Signal, ()), flags.get(Wait, ())])]
                 continue
             given = [self.flag(flag.peer, flag.slot) for flag in item.flags] if isinstance(item, Signal) else []
             if isinstance(item, Wait) and self.answers:
@@ -208,3 +209,7 @@ class MappedChannel:
 
 def _memcpy(copy: Copy2D) -> PlannedNode:
     return PlannedNode("memcpy", ((copy.destination, copy.destination_pitch, copy.width, copy.height),))
+
+
+def _kernel(found: EpochHandshake) -> PlannedNode:
+    return PlannedNode("kernel", ((found.words.data_ptr(), found.epoch.data_ptr(), found.writes, found.waits),))

@@ -69,7 +69,7 @@ class PlannedNode:
     """memcpy, batch_mem_op or kernel."""
     what: tuple[tuple[int, ...], ...] = ()
     """Its parameters: of a memcpy one (destination, pitch, width, height), of a batch an (is wait, address, value) an
-    operation; () where they aren't compared."""
+    operation, of a kernel one (table of words, epoch word, words to write, words to wait for)."""
 
 
 class Channel(Protocol):
