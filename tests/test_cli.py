@@ -82,7 +82,7 @@ def test_show_folds_alike_layers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_run_prints_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    text = output(capsys, "run", "quickstart", "--steps", "2", "--set", TINY)
+    text = output(capsys, "run", "quickstart", "--device", "cpu", "--steps", "2", "--set", TINY)
     for word in ("agrees", "exact", "races            0"):
         assert word in text
 

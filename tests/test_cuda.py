@@ -24,6 +24,7 @@ from support.sizes import SHIPPED, small_plan
 
 pytestmark = [
     pytest.mark.cuda,
+    pytest.mark.xdist_group("gpu"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

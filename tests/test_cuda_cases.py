@@ -18,6 +18,7 @@ from support.sizes import small_plan
 
 pytestmark = [
     pytest.mark.cuda,
+    pytest.mark.xdist_group("gpu"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
