@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import queue
 import socket
 import time
@@ -87,18 +88,19 @@ def be_rank(rank: int, world: int, port: int) -> None:
 
 
 def _worker(
-    rank: int, world: int, port: int, work: Callable[[int], Result], results: Queue[tuple[int, object, object]]
+    rank: int, world: int, port: int, work: Callable[[int], object], results: Queue[tuple[int, bytes, object]]
 ) -> None:
     try:
         be_rank(rank, world, port)
         value = work(rank)
         dist.barrier()  # nobody leaves while another still needs it
-        results.put((rank, value, None))
+        # Pickled here, or a tensor would be fetched from this process when it has ended.
+        results.put((rank, pickle.dumps(value), None))
         leave_group()
     except StepgraphError as error:
-        results.put((rank, None, error))
+        results.put((rank, b"", error))
     except Exception:
-        results.put((rank, None, traceback.format_exc()))
+        results.put((rank, b"", traceback.format_exc()))
 
 
 def on_ranks(world: int, work: Callable[[int], Result]) -> list[Result]:
@@ -109,7 +111,7 @@ def on_ranks(world: int, work: Callable[[int], Result]) -> list[Result]:
         RuntimeError: another error of a rank, with its traceback.
     """
     context = torch.multiprocessing.get_context("spawn")
-    results: Queue[tuple[int, Result, object]] = context.Queue()
+    results: Queue[tuple[int, bytes, object]] = context.Queue()
     port = free_port()
     processes = [
         context.Process(target=_worker, args=(rank, world, port, work, results), daemon=True) for rank in range(world)
@@ -128,7 +130,7 @@ def on_ranks(world: int, work: Callable[[int], Result]) -> list[Result]:
                 errors |= {n: LaunchError([_died(n, code)]) for n, code in lost.items()}
             else:
                 if error is None:
-                    found[rank] = value
+                    found[rank] = pickle.loads(value)  # from a process of ours
                 else:
                     errors[rank] = error
             if errors and deadline == math.inf:

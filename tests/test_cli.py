@@ -65,7 +65,7 @@ def test_compile_show_verify_run_and_diff(capsys: pytest.CaptureFixture[str], tm
     assert "free of races" in output(capsys, "verify", plan)
     assert json.loads(output(capsys, "verify", plan, "--format", "json"))["ok"] is True
 
-    report = json.loads(output(capsys, "run", plan, "--steps", "3", "--format", "json"))
+    report = json.loads(output(capsys, "run", plan, "--device", "cpu", "--steps", "3", "--format", "json"))
     assert report["ok"] is True
     assert (report["ranks"], report["steps"], report["races"], report["movement_exact"]) == (4, 3, 0, True)
     assert 0 < report["max_abs_error"] <= report["tolerance"]
@@ -99,7 +99,7 @@ def test_run_of_an_unproven_plan_finds_its_races(capsys: pytest.CaptureFixture[s
     path.write_text(dumps(mutant))
     assert run(["verify", str(path)]) == 1
     assert "E3" in capsys.readouterr().err
-    report = json.loads(output(capsys, "run", str(path), "--steps", "2", "--format", "json", code=1))
+    report = json.loads(output(capsys, "run", str(path), "--device", "cpu", "--steps", "2", "--format", "json", code=1))
     assert report["races"] > 0
     assert report["ok"] is False
 
@@ -153,7 +153,8 @@ def test_usage_and_files_exit_with_2(capsys: pytest.CaptureFixture[str], argumen
     assert "Traceback" not in captured.err
 
 
-def test_missing_capability_exits_with_3(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_capability_exits_with_3(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run(["run", "quickstart", "--device", "cuda", "--set", TINY]) == 3
     assert "E601" in capsys.readouterr().err
 
@@ -183,7 +184,7 @@ def test_init_writes_once_and_what_it_writes_runs(capsys: pytest.CaptureFixture[
     assert run(["init", "mine", "-o", str(path)]) == 2
     assert path.read_text() == before
     output(capsys, "init", "mine", "-o", str(path), "--force")
-    output(capsys, "run", str(path), "--steps", "1")
+    output(capsys, "run", str(path), "--device", "cpu", "--steps", "1")
     assert run(["init", "not a name", "-o", str(tmp_path / "no.yaml")]) == 1
     assert not (tmp_path / "no.yaml").exists()
 
@@ -252,7 +253,7 @@ def test_help_lists_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_as_a_process() -> None:
-    done = command("run", "quickstart", "--steps", "1", "--set", TINY, NO_COLOR="1")
+    done = command("run", "quickstart", "--device", "cpu", "--steps", "1", "--set", TINY, NO_COLOR="1")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     assert command("check", str(BAD / "tab.yaml")).returncode == 1

@@ -83,7 +83,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "agrees with the unsharded model" in told
     assert "outside" in told
-    assert cli.run(["compare", "quickstart", small, "--format", "json"]) == 0
+    assert cli.run(["compare", "quickstart", small, "--device", "cpu", "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["ok"]
     assert data["first_difference"] is None

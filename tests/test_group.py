@@ -137,6 +137,15 @@ def test_all_to_all_of_uneven_parts(dtype: torch.dtype) -> None:
     assert on_ranks(3, partial(exchange, dtype)) == [True] * 3
 
 
+def tensors(rank: int) -> list[torch.Tensor]:
+    return [torch.full((3, 2), float(rank)) for _ in range(50)]
+
+
+def test_tensors_outlive_the_processes_that_made_them() -> None:
+    for rank, found in enumerate(on_ranks(2, tensors)):
+        assert all(torch.equal(tensor, torch.full((3, 2), float(rank))) for tensor in found)
+
+
 def refuses(rank: int) -> None:
     if rank == 1:
         raise CapabilityError([Diagnostic("E606", "no", None, "this", "that", "do")])
@@ -165,7 +174,7 @@ def test_torchrun_starts_ranks() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     result = subprocess.run(
         [*torchrun, sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
