@@ -1,0 +1,439 @@
+"""One rank of the cpu device: what is issued once waits on the queues of its streams, and is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stepgraph.kernels.stages import Stage
+from stepgraph.planner.plan import (
+    Collective,
+    Drop,
+    Load,
+    Part,
+    Protocol,
+    Record,
+    Region,
+    Reset,
+    Run,
+    Send,
+    Signal,
+    Store,
+    Wait,
+    WaitEvent,
+)
+from stepgraph.runtime.movement import collective_views
+from stepgraph.runtime.shadow import Ints
+
+if TYPE_CHECKING:
+    from stepgraph.runtime.cpu import World
+
+Inputs = Sequence[Tensor]
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class _Work:
+    """An instruction on its queue."""
+
+    number: int
+    what: str
+    run: Callable[[], None]
+    ready: Callable[[], bool]
+    arrive: Callable[[], None] | None = None
+    """Of a collective: its start, which happens before it can finish."""
+
+
+@dataclass
+class Rendezvous:
+    """One collective of one replay."""
+
+    starts: dict[int, Ints] = field(default_factory=dict)
+    calls: dict[int, Collective] = field(default_factory=dict)
+    moved: bool = False
+
+
+class RankQueues:
+    """One rank's streams: the device that the executor issues to. What is issued once is replayed."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.plan, self.program = world.plan, world.plan.ranks[rank]
+        self.memory = world.memories[rank]
+        self.work: list[list[_Work]] = [[] for _ in range(world.width)]
+        self.next = [0] * world.width
+        self.replay = -1
+        self.done = 0
+        """Replays that are over."""
+        self.inputs: Inputs = ()
+        self.outputs: dict[int, Tensor] | None = None
+        self.events: dict[int, Ints] = {}
+        self.exchange_order: list[int] = []
+        self.exchange_parts: dict[int, int] = {}
+        """How many instructions each exchange has here."""
+        self.exchange_done: dict[int, list[tuple[int, int]]] = {}
+        """(chain, time) of those that are done in this replay."""
+        self.epochs: set[int] = set()
+        """Slots of KERNEL handshakes, which are never reset."""
+        self.arrived = False
+
+    # Scheduling
+
+    @property
+    def idle(self) -> bool:
+        return self.replay < 0 or all(at == len(queue) for at, queue in zip(self.next, self.work, strict=True))
+
+    def can_run(self, stream: int) -> bool:
+        at, queue = self.next[stream], self.work[stream]
+        return at < len(queue) and queue[at].ready()
+
+    def start(self, inputs: Inputs) -> None:
+        """Begin a replay: everything of the last one is done before it."""
+        self.inputs, self.outputs = inputs, {}
+        self.replay += 1
+        self.next = [0] * self.world.width
+        self.events.clear()
+        self.exchange_done.clear()
+        known = np.maximum.reduce([self.world.clocks[self.chain(stream)] for stream in range(self.world.width)])
+        for stream in range(self.world.width):
+            self.world.clocks[self.chain(stream)] = known.copy()
+
+    def step(self, stream: int) -> None:
+        """Run the head of a queue."""
+        item = self.work[stream][self.next[stream]]
+        if item.arrive is not None and not self.in_rendezvous(item):
+            self.tick(stream, item)
+            item.arrive()
+            return
+        if item.arrive is None:
+            self.tick(stream, item)
+        item.run()
+        self.next[stream] += 1
+        if self.idle:
+            self.check_joined()
+
+    def tick(self, stream: int, item: _Work) -> None:
+        chain = self.chain(stream)
+        self.world.clocks[chain][chain] += 1
+        self.world.history[chain].append((item.number, item.what))
+
+    def in_rendezvous(self, item: _Work) -> bool:
+        collective = self.program.instructions[item.number]
+        assert isinstance(collective, Collective)
+        meeting = self.world.rendezvous.get((collective.exchange, self.replay))
+        return meeting is not None and self.rank in meeting.starts
+
+    def check_joined(self) -> None:
+        """The replay is over: every stream must have been joined by the origin."""
+        origin = self.world.clocks[self.chain(0)]
+        for stream in range(1, self.world.width):
+            chain = self.chain(stream)
+            if self.work[stream] and origin[chain] < self.world.clocks[chain][chain]:
+                name = self.plan.streams[stream]
+                self.world.report.fault("not joined", f"stream {name} of rank {self.rank} is not joined at the end")
+        self.done += 1
+        self.world.report.replays = min(queues.done for queues in self.world.queues)
+
+    def taken(self) -> Outputs:
+        assert self.outputs is not None
+        return tuple(self.outputs[number] for number in sorted(self.outputs))
+
+    def stuck(self) -> str:
+        heads = [
+            f"{self.plan.streams[stream]} before instruction {queue[at].number}, {queue[at].what}"
+            for stream, (at, queue) in enumerate(zip(self.next, self.work, strict=True))
+            if at < len(queue)
+        ]
+        return f"rank {self.rank} in replay {self.replay}: {', '.join(heads)}"
+
+    def chain(self, stream: int) -> int:
+        return self.rank * self.world.width + stream
+
+    def finish(self) -> None:
+        """A stream enters a capture by waiting for an event of a stream that is in it."""
+        recorded = {i.event: i.stream for i in self.program.instructions if isinstance(i, Record)}
+        entered = {0}
+        for instruction in self.program.instructions:
+            if instruction.stream in entered:
+                continue
+            if isinstance(instruction, WaitEvent) and recorded.get(instruction.event) in entered:
+                entered.add(instruction.stream)
+            else:
+                name = self.plan.streams[instruction.stream]
+                self.world.report.fault("not in capture", f"stream {name} of rank {self.rank} works before it waits")
+                entered.add(instruction.stream)
+
+    # Accesses
+
+    def read(self, stream: int, buffer: int, region: Region, now: Ints | None = None) -> None:
+        if buffer in self.memory.dropped:
+            name = self.program.buffers[buffer].name
+            self.world.report.fault("dropped", f"rank {self.rank} reads {name} after it was dropped")
+        chain = self.chain(stream)
+        clock = self.world.clocks[chain] if now is None else now
+        conflict, unwritten = self.memory.shadow(buffer, region).read(chain, int(clock[chain]), clock)
+        if conflict is not None:
+            self.world.conflict(self.rank, buffer, conflict)
+        if unwritten and region.rows and region.cols:
+            name = self.program.buffers[buffer].name
+            self.world.report.fault("unwritten", f"rank {self.rank} reads {name}, which nobody has written")
+
+    def write(self, stream: int, buffer: int, region: Region, owner: int | None = None) -> None:
+        owner = self.rank if owner is None else owner
+        chain = self.chain(stream)
+        clock = self.world.clocks[chain]
+        conflict = self.world.memories[owner].shadow(buffer, region).write(chain, int(clock[chain]), clock)
+        if conflict is not None:
+            self.world.conflict(owner, buffer, conflict)
+
+    def _add(
+        self, stream: int, number: int, what: str, run: Callable[[], None], ready: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.work[stream].append(_Work(number, what, run, ready))
+
+    def op_name(self, op: int) -> str:
+        found = self.plan.ops[op]
+        return found.name if found.layer is None else f"{found.name}[{found.layer}]"
+
+    # Device
+
+    def load(self, number: int, load: Load) -> None:
+        view, spec = self.program.views[load.view], self.plan.inputs[load.input]
+        batch = self.program.buffers[view.buffer].batch
+        at = load.region
+
+        def run() -> None:
+            whole = self.inputs[load.input].reshape(spec.box)[load.batch : load.batch + batch]
+            share = whole[:, at.row : at.row + at.rows, at.col : at.col + at.cols]
+            self.memory.allocate(view.buffer, share.clone())
+            self.write(load.stream, view.buffer, view.region)
+
+        self._add(load.stream, number, f"load {spec.name}", run)
+
+    def store(self, number: int, store: Store) -> None:
+        view = self.program.views[store.view]
+
+        def run() -> None:
+            assert self.outputs is not None
+            self.outputs[store.output] = self.memory.view(view).clone()
+            self.read(store.stream, view.buffer, view.region)
+
+        self._add(store.stream, number, f"store {self.plan.outputs[store.output].name}", run)
+
+    def run(self, number: int, run: Run, stage: Stage) -> None:
+        inputs = [self.program.views[view] for view in run.inputs]
+        outputs = [self.program.views[view] for view in run.outputs]
+        made = list(dict.fromkeys(v.buffer for v, i in zip(outputs, run.outputs, strict=True) if i not in run.inputs))
+
+        def action() -> None:
+            for view in inputs:
+                self.read(run.stream, view.buffer, view.region)
+            results = stage([self.memory.view(view) for view in inputs])
+            for buffer, result in zip(made, results, strict=True):
+                self.memory.allocate(buffer, result)
+            for view in outputs:
+                self.write(run.stream, view.buffer, view.region)
+
+        self._add(run.stream, number, f"run {self.op_name(run.op)}", action)
+
+    def send(self, number: int, send: Send) -> None:
+        view = self.program.views[send.source]
+        peer = self.world.memories[send.peer]
+        moved = (send.op, 0)
+
+        def run() -> None:
+            whole = self.memory.region(view.buffer, view.region)
+            self.world.movements.note(moved, self.rank, self.replay, whole)
+            self.read(send.stream, view.buffer, send.source_region)
+            self.write(send.stream, send.target, send.region, send.peer)
+            peer.region(send.target, send.region).copy_(self.memory.region(view.buffer, send.source_region))
+
+        self._add(send.stream, number, f"send {self.op_name(send.op)} to {send.peer}", run)
+
+    def signal(self, number: int, signal: Signal) -> None:
+        kernel = self.plan.exchanges[signal.exchange].protocol is Protocol.KERNEL
+
+        def run() -> None:
+            self.enter(signal.exchange, signal.stream)
+            clock = self.world.clocks[self.chain(signal.stream)]
+            for flag in signal.flags:
+                word, flags = (flag.peer, flag.slot), self.world.memories[flag.peer].flags
+                chain, time = self.world.resets.get(word, (0, 0))
+                if flags[flag.slot] and not kernel:
+                    self.world.report.fault("lost signal", f"rank {self.rank} signals {word}, which is still set")
+                elif time > clock[chain]:
+                    self.world.report.fault("flag reused", f"rank {self.rank} signals {word} and can't know its reset")
+                flags[flag.slot] = self.replay + 1 if kernel else 1
+                self.world.signals[word] = clock.copy()
+                self.world.consumed[word] = False
+            self.leave(signal.exchange, signal.stream)
+
+        self.exchange(signal.exchange)
+        self._add(signal.stream, number, f"signal {self.exchange_name(signal.exchange)}", run)
+
+    def wait(self, number: int, wait: Wait) -> None:
+        kernel = self.plan.exchanges[wait.exchange].protocol is Protocol.KERNEL
+        if kernel:
+            self.epochs.update(flag.slot for flag in wait.flags)
+
+        def ready() -> bool:
+            flags = self.memory.flags
+            return all(flags[f.slot] >= self.replay + 1 if kernel else flags[f.slot] == 1 for f in wait.flags)
+
+        def run() -> None:
+            self.enter(wait.exchange, wait.stream)
+            for flag in wait.flags:
+                self.join(wait.stream, self.world.signals[self.rank, flag.slot])
+                self.world.consumed[self.rank, flag.slot] = True
+            self.leave(wait.exchange, wait.stream)
+            self.world.movements.check(wait.exchange, self.rank, self.replay)
+
+        self.exchange(wait.exchange)
+        self._add(wait.stream, number, f"wait {self.exchange_name(wait.exchange)}", run, ready)
+
+    def reset(self, number: int, reset: Reset) -> None:
+        def run() -> None:
+            self.enter(reset.exchange, reset.stream)
+            chain = self.chain(reset.stream)
+            for flag in reset.flags:
+                word = (self.rank, flag.slot)
+                if self.memory.flags[flag.slot] and not self.world.consumed[word]:
+                    self.world.report.fault(
+                        "lost signal", f"rank {self.rank} resets {word} before it has waited for it"
+                    )
+                self.memory.flags[flag.slot] = 0
+                self.world.resets[word] = (chain, int(self.world.clocks[chain][chain]))
+            self.leave(reset.exchange, reset.stream)
+
+        self.exchange(reset.exchange)
+        self._add(reset.stream, number, f"reset {self.exchange_name(reset.exchange)}", run)
+
+    def collective(self, number: int, collective: Collective) -> None:
+        group = self.plan.groups[self.plan.exchanges[collective.exchange].group]
+        chain = self.chain(collective.stream)
+
+        def meeting() -> Rendezvous:
+            return self.world.rendezvous.setdefault((collective.exchange, self.replay), Rendezvous())
+
+        def arrive() -> None:
+            self.enter(collective.exchange, collective.stream)
+            for part in collective.outgoing:
+                self.read(collective.stream, self.program.views[part.view].buffer, part.region)
+            for moved, view in collective_views(self.program, collective):
+                source = self.memory.region(view.buffer, view.region)
+                self.world.movements.note(moved, self.rank, self.replay, source)
+            for buffer in dict.fromkeys(self.program.views[part.view].buffer for part in collective.incoming):
+                if buffer >= len(self.plan.targets):
+                    self.memory.allocate(buffer)
+            for part in collective.incoming:
+                self.write(collective.stream, self.program.views[part.view].buffer, part.region)
+            # Members learn that this rank has started, not that it is done with its parts.
+            start = self.world.clocks[chain].copy()
+            start[chain] -= 1
+            meeting().starts[self.rank] = start
+            meeting().calls[self.rank] = collective
+
+        def ready() -> bool:
+            found = meeting().starts
+            return self.rank not in found or len(found) == len(group)
+
+        def run() -> None:
+            if not meeting().moved:
+                self._move(group, meeting())
+            for start in meeting().starts.values():
+                self.join(collective.stream, start)
+            self.leave(collective.exchange, collective.stream)
+            self.world.movements.check(collective.exchange, self.rank, self.replay)
+
+        self.exchange(collective.exchange)
+        what = f"collective {self.exchange_name(collective.exchange)}"
+        self.work[collective.stream].append(_Work(number, what, run, ready, arrive))
+
+    def _move(self, group: tuple[int, ...], meeting: Rendezvous) -> None:
+        """All the copies of a collective, once every member has come."""
+        for rank in group:
+            came: dict[int, int] = {}
+            for part in meeting.calls[rank].incoming:
+                nth = came.get(part.peer, 0)
+                came[part.peer] = nth + 1
+                out = self._outgoing(meeting.calls[part.peer], rank)[nth]
+                into = self.world.memories[rank].region(self.buffer(rank, part), part.region)
+                if meeting.calls[rank].reduce:
+                    into.copy_(self._sum(group, meeting, rank, nth))
+                else:
+                    into.copy_(self.world.memories[part.peer].region(self.buffer(part.peer, out), out.region))
+        meeting.moved = True
+
+    def _outgoing(self, collective: Collective, peer: int) -> list[Part]:
+        return [part for part in collective.outgoing if part.peer == peer]
+
+    def _sum(self, group: tuple[int, ...], meeting: Rendezvous, rank: int, nth: int) -> Tensor:
+        """The members' outgoing parts to ``rank``, added in float32 (float64 stays) in group order."""
+        parts = []
+        for member in group:
+            out = self._outgoing(meeting.calls[member], rank)[nth]
+            found = self.world.memories[member].region(self.buffer(member, out), out.region)
+            parts.append(found if found.dtype is torch.float64 else found.float())
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def buffer(self, rank: int, part: Part) -> int:
+        return self.plan.ranks[rank].views[part.view].buffer
+
+    def record(self, number: int, record: Record) -> None:
+        def run() -> None:
+            self.events[record.event] = self.world.clocks[self.chain(record.stream)].copy()
+
+        self._add(record.stream, number, f"record {record.event}", run)
+
+    def wait_event(self, number: int, wait: WaitEvent) -> None:
+        def run() -> None:
+            self.join(wait.stream, self.events[wait.event])
+
+        self._add(wait.stream, number, f"wait for event {wait.event}", run, lambda: wait.event in self.events)
+
+    def drop(self, number: int, drop: Drop) -> None:
+        found = self.program.buffers[drop.buffer]
+
+        def run() -> None:
+            self.write(drop.stream, drop.buffer, Region(0, found.rows, 0, found.cols))
+            self.memory.drop(drop.buffer)
+
+        self._add(drop.stream, number, f"drop {found.name}", run)
+
+    # Order
+
+    def join(self, stream: int, clock: Ints) -> None:
+        mine = self.world.clocks[self.chain(stream)]
+        np.maximum(mine, clock, out=mine)
+
+    def exchange(self, exchange: int) -> None:
+        """Note the order of issue of exchanges."""
+        if exchange not in self.exchange_parts:
+            self.exchange_order.append(exchange)
+        self.exchange_parts[exchange] = self.exchange_parts.get(exchange, 0) + 1
+
+    def enter(self, exchange: int, stream: int) -> None:
+        """The exchange before this one, in the order of issue, must be known to be over."""
+        place = self.exchange_order.index(exchange)
+        if place == 0 or exchange in self.exchange_done:
+            return
+        previous = self.exchange_order[place - 1]
+        done, clock = self.exchange_done.get(previous, []), self.world.clocks[self.chain(stream)]
+        if len(done) < self.exchange_parts[previous] or any(time > clock[chain] for chain, time in done):
+            names = f"{self.exchange_name(previous)} and {self.exchange_name(exchange)}"
+            self.world.report.fault("exchanges unordered", f"rank {self.rank} does not order {names}")
+
+    def leave(self, exchange: int, stream: int) -> None:
+        chain = self.chain(stream)
+        self.exchange_done.setdefault(exchange, []).append((chain, int(self.world.clocks[chain][chain])))
+
+    def exchange_name(self, exchange: int) -> str:
+        return self.plan.exchanges[exchange].name
