@@ -53,6 +53,7 @@ class CudaBackend:
             torch.cuda.Stream(self.device, priority=0 if number == 0 else -1)
             for number in range(len(plan.streams))
         )
+        self.loads = [item for item in plan.ranks[self.rank].instructions if isinstance(item, Load)]
         self.rescue = torch.cuda.Stream(self.device, priority=-1)
         self.worker: CudaRank | None = None
         self.captured: Capture | None = None
@@ -226,13 +227,11 @@ class CudaBackend:
 
     def _copy_in(self, inputs: Sequence[Tensor]) -> None:
         assert self.worker is not None
-        for item in self.plan.ranks[self.rank].instructions:
-            if isinstance(item, Load):
-                batch = self.worker.inputs[item.input].shape[0]
-                whole = inputs[item.input].view(self.plan.inputs[item.input].box)[item.batch : item.batch + batch]
-                at = item.region
-                share = whole[:, at.row : at.row + at.rows, at.col : at.col + at.cols]
-                self.worker.inputs[item.input].copy_(share)
+        for load in self.loads:
+            static, at = self.worker.inputs[load.input], load.region
+            whole = inputs[load.input].view(self.plan.inputs[load.input].box)
+            share = whole[load.batch : load.batch + static.shape[0], at.row : at.row + at.rows]
+            static.copy_(share[..., at.col : at.col + at.cols])
 
     def run(self, loops: Sequence[HostLoop], views: bool) -> list[object]:
         """Run this rank's host loop to its end."""
