@@ -1,7 +1,10 @@
 """The cuda device: several processes, one a rank, that may share one GPU; captured, eager, cpu and unsharded agree."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -224,6 +227,23 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not captured     eager was asked for" in capsys.readouterr().out
     assert cli.run(["run", "minimax_h3_u4", "--solo", small]) == 3
     assert "defaults.gather.via=copy" in capsys.readouterr().err
+
+
+def test_torchrun() -> None:
+    """Each process that torchrun starts is a rank; one tells the result."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "stepgraph.tools.cli"]
+    done = subprocess.run(
+        [*torchrun, "run", "quickstart", "--ranks", "2", "--steps", "2", "--format", "json"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["ok"]
+    assert (data["ranks"], data["captured_equals_eager"]) == (2, True)
 
 
 @pytest.mark.exhaustive
