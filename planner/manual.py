@@ -161,6 +161,11 @@ CODES: dict[str, Entry] = {
         "Two targets share bytes, and one is written while the other still holds what is to be read.",
         "Place the two targets apart; the planner does so.",
     ),
+    "E307": Entry(
+        "data read before it is written",
+        "A read of memory that nothing has written in the same replay: a send that is missing, or that covers a part.",
+        "Send, load or compute every part of it before.",
+    ),
     "E401": Entry(
         "deadlock",
         "Instructions wait for each other in a circle, or for what never comes.",

@@ -313,3 +313,15 @@ def test_regions_that_touch_do_not_race(plan: Plan) -> None:
     assert program.views[send.source].buffer in changed
     assert send.source_region != Region(0, 0, 0, 0)
     assert prove(plan).ok
+
+
+def test_a_send_that_nobody_makes() -> None:
+    """Its target is read all the same: E307, on every rank that reads it."""
+    plan = stepgraph.compile("quickstart", TINY)
+    (q, *_) = [number for number, op in enumerate(plan.ops) if op.kind == "send" and op.name.endswith("send_q")]
+    without = everywhere(plan, lambda items: [i for i in items if not (isinstance(i, Send) and i.op == q)])
+    assert codes(without) == {"E307"}
+    one_part = [i for i in items_of(plan, 1) if not (isinstance(i, Send) and i.op == q and i.peer == 2)]
+    found = prove(with_program(plan, 1, one_part)).findings
+    assert {finding.code for finding in found} == {"E307"}
+    assert all("of rank 2 is read before it is written" in finding.message for finding in found)

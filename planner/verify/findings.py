@@ -15,6 +15,7 @@ CODES = {
     "E303": "race at the wrap from one replay to the next",
     "E304": "memory is dropped before its last use is done",
     "E306": "data is overwritten before it is read",
+    "E307": "data is read before it is written",
     "E401": "deadlock",
     "E402": "exchanges of one rank are not ordered",
     "E403": "two ranks have exchanges in different orders",

@@ -1,21 +1,24 @@
 """The order of a plan: what happens before what, over all ranks and replays, as vector clocks.
 
-A chain is one stream of one rank. A node is an instruction of one replay; a collective is two, its start and its
-finish. A node's clock says for every chain how many of its nodes are done before the node starts, itself counted.
-Edges: issue order on a stream; a record to the wait for its event; a signal to the wait for its word; every start of a
-collective to every finish; all of a rank's replay to all of its next one.
+A chain is one stream of one rank; positions count its instructions, from 1, through all replays. A clock says for every
+chain up to which position it is known to be done. It changes only where a chain waits, so a stretch of instructions
+between two waits shares one. A collective takes two positions, its start and its finish. Edges: issue order on a
+stream; a record to the wait for its event; a signal to the wait for its word; every start of a collective to every
+finish; all of a rank's replay to all of its next one.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
+from stepgraph.planner.plan import Collective, Plan, Record, Signal, Wait, WaitEvent
 
-from stepgraph.planner.plan import Collective, Instruction, Plan, Record, Signal, Wait, WaitEvent
-
-Clock = NDArray[np.int32]
+Clock = Sequence[int]
+"""For each chain, the last position that is known to be done."""
+Told = tuple[int, int, int]
+"""What a record, signal or start tells: (clock, chain, position), all of the clock and the chain up to the position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,141 +33,156 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Order:
+    plan: Plan
     replays: int
-    chains: int
-    begin: dict[Step, int]
-    """The node at which an instruction starts."""
-    end: dict[Step, int]
-    """The node at which it is done: of a collective its finish, else the same."""
-    clocks: Clock
-    """(nodes, chains)."""
-    chain: Clock
-    """Of each node."""
-    position: Clock
-    """Of each node in its chain, from 1."""
+    clocks: Sequence[Clock]
+    started: Sequence[Sequence[int]]
+    """By rank, then by replay * instructions + number: the position at which an instruction starts."""
+    clock: Sequence[Sequence[int]]
+    """Likewise: the number of the clock that an instruction starts with."""
+    sequence: Sequence[Step]
+    """Everything that can run, in one order that keeps the edges; a collective at its start."""
     stuck: tuple[Step, ...]
     """The instructions that can never run; the order says nothing of them."""
 
+    def chain(self, step: Step) -> int:
+        stream = self.plan.ranks[step.rank].instructions[step.number].stream
+        return step.rank * len(self.plan.streams) + stream
+
+    def at(self, step: Step) -> int:
+        return step.replay * len(self.plan.ranks[step.rank].instructions) + step.number
+
+    def done(self, step: Step) -> int:
+        """The position at which an instruction is done."""
+        item = self.plan.ranks[step.rank].instructions[step.number]
+        return self.started[step.rank][self.at(step)] + isinstance(item, Collective)
+
     def before(self, first: Step, second: Step) -> bool:
         """Whether ``first`` is done before ``second`` starts, or is it."""
-        end = self.end[first]
-        return bool(self.clocks[self.begin[second], self.chain[end]] >= self.position[end])
+        chain = self.chain(first)
+        if chain == self.chain(second):
+            return self.done(first) <= self.started[second.rank][self.at(second)]
+        return self.clocks[self.clock[second.rank][self.at(second)]][chain] >= self.done(first)
 
 
 class _Builder:
+    """Runs every chain as far as it can; a chain that waits is woken by what it waits for."""
+
     def __init__(self, plan: Plan, replays: int) -> None:
         self.plan, self.replays = plan, replays
-        self.width = len(plan.streams)
-        self.chains = len(plan.ranks) * self.width
-        self.queues: list[list[tuple[int, Instruction]]] = [[] for _ in range(self.chains)]
-        for rank, program in enumerate(plan.ranks):
+        self.width, ranks = len(plan.streams), plan.ranks
+        self.count = len(ranks) * self.width
+        self.queues: list[list[int]] = [[] for _ in range(self.count)]
+        for rank, program in enumerate(ranks):
             for number, item in enumerate(program.instructions):
-                self.queues[rank * self.width + item.stream].append((number, item))
-        self.at = [0] * self.chains
-        self.replay = [0] * len(plan.ranks)
-        self.clock = [np.zeros(self.chains, np.int32) for _ in range(self.chains)]
-        self.clocks: list[Clock] = []
-        self.chain: list[int] = []
-        self.position: list[int] = []
-        self.begin: dict[Step, int] = {}
-        self.end: dict[Step, int] = {}
-        self.events: dict[tuple[int, int, int], Clock] = {}
-        self.signals: dict[tuple[int, int, int, int], Clock] = {}
-        """(replay, exchange, owner, slot) -> the clock that the word carries."""
-        self.starts: dict[tuple[int, int], dict[int, Clock]] = {}
-        """(replay, exchange) -> the clock with which each member has started."""
+                self.queues[rank * self.width + item.stream].append(number)
+        self.at = [0] * self.count
+        self.replay = [0] * len(ranks)
+        self.clocks: list[list[int]] = [[0] * self.count]
+        self.clock = [0] * self.count
+        """The number of each chain's present clock."""
+        self.position = [0] * self.count
+        sizes = [replays * len(program.instructions) for program in ranks]
+        self.started = [[0] * size for size in sizes]
+        self.clock_at = [[0] * size for size in sizes]
+        self.sequence: list[Step] = []
+        self.told: dict[tuple[object, ...], Told] = {}
+        """What has been told under a key: an event, a flag word, a member's start of a collective."""
+        self.sleepers: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        self.awake = list(range(self.count))
 
-    def node(self, chain: int) -> int:
-        clock = self.clock[chain]
-        clock[chain] += 1
-        self.clocks.append(clock.copy())
-        self.chain.append(chain)
-        self.position.append(int(clock[chain]))
-        return len(self.clocks) - 1
+    def tell(self, key: tuple[object, ...], chain: int) -> None:
+        self.told[key] = (self.clock[chain], chain, self.position[chain])
+        self.awake += self.sleepers.pop(key, ())
 
-    def join(self, chain: int, clock: Clock) -> None:
-        np.maximum(self.clock[chain], clock, out=self.clock[chain])
-
-    def advance(self, chain: int) -> bool:
-        """Run the head of a chain if it can; whether it did."""
-        rank = chain // self.width
-        if self.at[chain] == len(self.queues[chain]):
+    def join(self, chain: int, keys: Sequence[tuple[object, ...]]) -> bool:
+        """Learn what is told under all keys; whether it is there. Else the chain sleeps until it is."""
+        missing = next((key for key in keys if key not in self.told), None)
+        if missing is not None:
+            self.sleepers[missing].append(chain)
             return False
-        number, item = self.queues[chain][self.at[chain]]
-        step = Step(rank, self.replay[rank], number)
-        match item:
-            case WaitEvent():
-                event = self.events.get((step.replay, rank, item.event))
-                if event is None:
-                    return False
-                self.join(chain, event)
-            case Wait():
-                words = [self.signals.get((step.replay, item.exchange, rank, flag.slot)) for flag in item.flags]
-                if any(word is None for word in words):
-                    return False
-                for word in words:
-                    assert word is not None
-                    self.join(chain, word)
-            case Collective():
-                return self.collective(chain, step, item)
-        self.begin[step] = self.end[step] = node = self.node(chain)
-        if isinstance(item, Record):
-            self.events[step.replay, rank, item.event] = self.clocks[node]
-        elif isinstance(item, Signal):
-            for flag in item.flags:
-                self.signals[step.replay, item.exchange, flag.peer, flag.slot] = self.clocks[node]
-        self.at[chain] += 1
+        known = self.clocks[self.clock[chain]]
+        for key in keys:
+            number, other, position = self.told[key]
+            known = list(map(max, known, self.clocks[number]))
+            known[other] = max(known[other], position)
+        self.clocks.append(list(known))
+        self.clock[chain] = len(self.clocks) - 1
         return True
 
-    def collective(self, chain: int, step: Step, item: Collective) -> bool:
-        started = self.starts.setdefault((step.replay, item.exchange), {})
-        if step not in self.begin:
-            self.begin[step] = node = self.node(chain)
-            started[step.rank] = self.clocks[node]
-            return True
-        if len(started) < len(self.plan.groups[self.plan.exchanges[item.exchange].group]):
-            return False
-        for clock in started.values():
-            self.join(chain, clock)
-        self.end[step] = self.node(chain)
-        self.at[chain] += 1
-        return True
+    def run(self, chain: int) -> None:
+        """Run a chain until it must wait, or its replay is over."""
+        rank, queue = chain // self.width, self.queues[chain]
+        items, replay = self.plan.ranks[rank].instructions, self.replay[rank]
+        base = replay * len(items)
+        started, clock_at = self.started[rank], self.clock_at[rank]
+        while self.at[chain] < len(queue):
+            number = queue[self.at[chain]]
+            item = items[number]
+            if isinstance(item, WaitEvent):
+                if not self.join(chain, [(replay, rank, item.event)]):
+                    return
+            elif isinstance(item, Wait):
+                if not self.join(chain, [(replay, item.exchange, rank, flag.slot) for flag in item.flags]):
+                    return
+            elif isinstance(item, Collective):
+                if not started[base + number]:
+                    self.begin(chain, Step(rank, replay, number))
+                    self.tell((replay, item.exchange, rank, "start"), chain)
+                group = self.plan.groups[self.plan.exchanges[item.exchange].group]
+                if not self.join(chain, [(replay, item.exchange, member, "start") for member in group]):
+                    return
+                self.position[chain] += 1
+                self.at[chain] += 1
+                continue
+            self.position[chain] += 1
+            started[base + number] = self.position[chain]
+            clock_at[base + number] = self.clock[chain]
+            self.sequence.append(Step(rank, replay, number))
+            if isinstance(item, Record):
+                self.tell((replay, rank, item.event), chain)
+            elif isinstance(item, Signal):
+                for flag in item.flags:
+                    self.tell((replay, item.exchange, flag.peer, flag.slot), chain)
+            self.at[chain] += 1
+        self.next_replay(rank)
 
-    def next_replay(self, rank: int) -> bool:
-        """Enter a rank's next replay if this one is done; whether it did."""
+    def begin(self, chain: int, step: Step) -> None:
+        """The start of a collective."""
+        self.position[chain] += 1
+        at = step.replay * len(self.plan.ranks[step.rank].instructions) + step.number
+        self.started[step.rank][at] = self.position[chain]
+        self.clock_at[step.rank][at] = self.clock[chain]
+        self.sequence.append(step)
+
+    def next_replay(self, rank: int) -> None:
+        """Enter a rank's next replay if all its chains are through this one."""
         mine = range(rank * self.width, (rank + 1) * self.width)
-        done = all(self.at[chain] == len(self.queues[chain]) for chain in mine)
-        if not done or self.replay[rank] + 1 == self.replays:
-            return False
+        through = all(self.at[chain] == len(self.queues[chain]) for chain in mine)
+        if not through or self.replay[rank] + 1 == self.replays:
+            return
         self.replay[rank] += 1
-        known = np.maximum.reduce([self.clock[chain] for chain in mine])
+        known = list(map(max, *(self.clocks[self.clock[chain]] for chain in mine), [0] * self.count))
         for chain in mine:
-            self.clock[chain] = known.copy()
+            known[chain] = self.position[chain]
+        self.clocks.append(known)
+        for chain in mine:
+            self.clock[chain] = len(self.clocks) - 1
             self.at[chain] = 0
-        return True
+        self.awake += mine
 
     def build(self) -> Order:
-        moved = True
-        while moved:
-            moved = False
-            for chain in range(self.chains):
-                while self.advance(chain):
-                    moved = True
-            for rank in range(len(self.plan.ranks)):
-                moved = self.next_replay(rank) or moved
-        stuck = [
-            Step(chain // self.width, self.replay[chain // self.width], self.queues[chain][self.at[chain]][0])
-            for chain in range(self.chains)
-            if self.at[chain] < len(self.queues[chain])
-        ]
+        while self.awake:
+            self.run(self.awake.pop())
+        heads = [(chain, self.queues[chain][at]) for chain, at in enumerate(self.at) if at < len(self.queues[chain])]
+        stuck = [Step(chain // self.width, self.replay[chain // self.width], number) for chain, number in heads]
         return Order(
+            plan=self.plan,
             replays=self.replays,
-            chains=self.chains,
-            begin=self.begin,
-            end=self.end,
-            clocks=np.array(self.clocks, np.int32).reshape(-1, self.chains),
-            chain=np.array(self.chain, np.int32),
-            position=np.array(self.position, np.int32),
+            clocks=self.clocks,
+            started=self.started,
+            clock=self.clock_at,
+            sequence=self.sequence,
             stuck=tuple(stuck),
         )
 

@@ -74,7 +74,7 @@ def prove(plan: Plan) -> Proof:
                 "what they wait for is missing, or comes after them",
             )
         )
-        return Proof(first_of_each(found), assumptions(plan), REPLAYS, len(order.chain), 0)
+        return Proof(first_of_each(found), assumptions(plan), REPLAYS, len(order.sequence), 0)
     found += [*flags.joins(plan, order), *flags.words(plan, order), *flags.exchange_order(plan, order)]
     raced, compared = races(plan, order)
-    return Proof(first_of_each(found + raced), assumptions(plan), REPLAYS, len(order.chain), compared)
+    return Proof(first_of_each(found + raced), assumptions(plan), REPLAYS, len(order.sequence), compared)
