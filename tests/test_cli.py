@@ -265,3 +265,11 @@ def test_broken_pipe_is_quiet() -> None:
     done = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout == "[\n"
     assert done.stderr == ""
+
+
+def test_bench_of_the_proof(capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(output(capsys, "bench", "proof", "--layers", "1,2", "--ranks", "2", "--format", "json"))
+    assert [(row["layers"], row["ranks"]) for row in data["rows"]] == [(1, 8), (2, 8), (1, 2)]
+    assert all(row["seconds"] > 0 for row in data["rows"])
+    assert "us an instruction" in output(capsys, "bench", "proof", "--layers", "1", "--ranks", "2")
+    assert run(["bench", "proof", "--layers", "many"]) == 2

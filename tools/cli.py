@@ -24,6 +24,7 @@ SUBCOMMANDS = {
     "schema": "Print the JSON Schema of schedules.",
     "explain": "Explain a code, an op kind or a field.",
     "init": "Write a schedule to start from.",
+    "bench": "Measure what stepgraph itself takes.",
     "doctor": "Tell what this machine can run.",
 }
 INTERNAL_ERROR = 101
