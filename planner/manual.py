@@ -163,7 +163,8 @@ CODES: dict[str, Entry] = {
     ),
     "E307": Entry(
         "data read before it is written",
-        "A read of memory that nothing has written in the same replay: a send that is missing, or that covers a part.",
+        "A read of memory that nothing has written in the same replay, an op that no rank carries out, or sends of an "
+        "op that fill a part of their target.",
         "Send, load or compute every part of it before.",
     ),
     "E401": Entry(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -137,6 +138,12 @@ class RankMemory:
         self.dropped.discard(buffer)
         return self.tensors[buffer]
 
+    def forget_local(self) -> None:
+        """A replay starts with targets and nothing else."""
+        for buffer in [number for number in self.tensors if number >= len(self.plan.targets)]:
+            del self.tensors[buffer]
+        self.dropped.clear()
+
     def drop(self, buffer: int) -> None:
         self.dropped.add(buffer)
         if buffer in self.tensors:
@@ -150,6 +157,8 @@ class Movements:
         self.plan, self.memories, self.report = plan, memories, report
         self.sent: dict[tuple[Moved, int, int], Tensor] = {}
         """(op, rank, replay) -> the source view when it was first read."""
+        self.unread: dict[tuple[int, int], dict[Moved, tuple[int, int]]] = defaultdict(dict)
+        """(rank, buffer) -> the ops that have filled it since it was last read, with their exchange and replay."""
         self.ends = endings(plan)
 
     def note(self, moved: Moved, rank: int, replay: int, source: Tensor) -> None:
@@ -157,14 +166,19 @@ class Movements:
             self.sent[moved, rank, replay] = source.clone()
             self.sent.pop((moved, rank, replay - 2), None)
 
-    def check(self, exchange: int, rank: int, replay: int) -> None:
-        """After an exchange: each buffer of ``rank`` that it closes holds what its group sent."""
+    def over(self, exchange: int, rank: int, replay: int) -> None:
+        """An exchange is over on a rank: what it closes there is to be right when it is read."""
         for moved, buffer in self.ends.get((exchange, rank), {}).items():
-            found = {m: self.sent.get((moved, m, replay)) for m in range(self.plan.world_size)}
-            sent = {member: source for member, source in found.items() if source is not None}
-            got = self.memories[rank].tensors[buffer]
+            self.unread[rank, buffer][moved] = (exchange, replay)
+
+    def read(self, rank: int, buffer: int) -> None:
+        """Before the first read of what exchanges brought: it holds what the group sent."""
+        for moved, (exchange, replay) in self.unread.pop((rank, buffer), {}).items():
+            by_rank = {member: self.sent.get((moved, member, replay)) for member in range(self.plan.world_size)}
+            sent = {member: source for member, source in by_rank.items() if source is not None}
+            got = self.memories[rank].tensors.get(buffer)
             self.report.movements_checked += 1
-            if not moved_right(self.plan, exchange, rank, moved, self.ends, sent, got):
+            if got is None or not moved_right(self.plan, exchange, rank, moved, self.ends, sent, got):
                 self.report.movement_exact = False
 
 

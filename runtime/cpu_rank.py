@@ -73,6 +73,8 @@ class RankQueues:
         self.inputs: Inputs = ()
         self.outputs: dict[int, Tensor] | None = None
         self.events: dict[int, Ints] = {}
+        self.recorded: set[int] = set()
+        """Events whose record has been issued."""
         self.exchange_order: list[int] = []
         self.exchange_parts: dict[int, int] = {}
         """How many instructions each exchange has here."""
@@ -96,6 +98,7 @@ class RankQueues:
         """Begin a replay: everything of the last one is done before it."""
         self.inputs, self.outputs = inputs, {}
         self.replay += 1
+        self.memory.forget_local()
         self.next = [0] * self.world.width
         self.events.clear()
         self.exchange_done.clear()
@@ -170,24 +173,29 @@ class RankQueues:
 
     # Accesses
 
-    def read(self, stream: int, buffer: int, region: Region, now: Ints | None = None) -> None:
+    def read(self, stream: int, buffer: int, region: Region) -> None:
         if buffer in self.memory.dropped:
             name = self.program.buffers[buffer].name
             self.world.report.fault("dropped", f"rank {self.rank} reads {name} after it was dropped")
+        self.world.movements.read(self.rank, buffer)
         chain = self.chain(stream)
-        clock = self.world.clocks[chain] if now is None else now
-        conflict, unwritten = self.memory.shadow(buffer, region).read(chain, int(clock[chain]), clock)
+        clock, shadow = self.world.clocks[chain], self.memory.shadow(buffer, region)
+        conflict, unwritten = shadow.read(chain, int(clock[chain]), clock)
         if conflict is not None:
             self.world.conflict(self.rank, buffer, conflict)
         if unwritten and region.rows and region.cols:
             name = self.program.buffers[buffer].name
             self.world.report.fault("unwritten", f"rank {self.rank} reads {name}, which nobody has written")
+        if shadow.lost(buffer):
+            name = self.program.buffers[buffer].name
+            self.world.report.fault("overwritten", f"rank {self.rank} reads {name}, over which another was written")
 
     def write(self, stream: int, buffer: int, region: Region, owner: int | None = None) -> None:
         owner = self.rank if owner is None else owner
         chain = self.chain(stream)
-        clock = self.world.clocks[chain]
-        conflict = self.world.memories[owner].shadow(buffer, region).write(chain, int(clock[chain]), clock)
+        clock, shadow = self.world.clocks[chain], self.world.memories[owner].shadow(buffer, region)
+        conflict = shadow.write(chain, int(clock[chain]), clock)
+        shadow.holds[...] = buffer
         if conflict is not None:
             self.world.conflict(owner, buffer, conflict)
 
@@ -291,7 +299,7 @@ class RankQueues:
                 self.join(wait.stream, self.world.signals[self.rank, flag.slot])
                 self.world.consumed[self.rank, flag.slot] = True
             self.leave(wait.exchange, wait.stream)
-            self.world.movements.check(wait.exchange, self.rank, self.replay)
+            self.world.movements.over(wait.exchange, self.rank, self.replay)
 
         self.exchange(wait.exchange)
         self._add(wait.stream, number, f"wait {self.exchange_name(wait.exchange)}", run, ready)
@@ -348,7 +356,7 @@ class RankQueues:
             for start in meeting().starts.values():
                 self.join(collective.stream, start)
             self.leave(collective.exchange, collective.stream)
-            self.world.movements.check(collective.exchange, self.rank, self.replay)
+            self.world.movements.over(collective.exchange, self.rank, self.replay)
 
         self.exchange(collective.exchange)
         what = f"collective {self.exchange_name(collective.exchange)}"
@@ -388,12 +396,18 @@ class RankQueues:
         return self.plan.ranks[rank].views[part.view].buffer
 
     def record(self, number: int, record: Record) -> None:
+        self.recorded.add(record.event)
+
         def run() -> None:
             self.events[record.event] = self.world.clocks[self.chain(record.stream)].copy()
 
         self._add(record.stream, number, f"record {record.event}", run)
 
     def wait_event(self, number: int, wait: WaitEvent) -> None:
+        if wait.event not in self.recorded:
+            what = f"rank {self.rank} waits for event {wait.event} before it is recorded"
+            self.world.report.fault("event unrecorded", what)
+
         def run() -> None:
             self.join(wait.stream, self.events[wait.event])
 
@@ -403,6 +417,8 @@ class RankQueues:
         found = self.program.buffers[drop.buffer]
 
         def run() -> None:
+            if drop.buffer not in self.memory.tensors or drop.buffer in self.memory.dropped:
+                self.world.report.fault("dropped", f"rank {self.rank} drops {found.name}, which is not there")
             self.write(drop.stream, drop.buffer, Region(0, found.rows, 0, found.cols))
             self.memory.drop(drop.buffer)
 

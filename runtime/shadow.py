@@ -31,15 +31,17 @@ class Conflict:
 
 
 class Shadow:
-    """Last writer, and last read of each chain, of every element of a block of memory; or a part of such a block."""
+    """Last writer, last read of each chain, and what is held, of every element of a block of memory; or a part of such
+    a block."""
 
-    def __init__(self, writer: Ints, written: Ints, reads: Ints) -> None:
-        self.writer, self.written, self.reads = writer, written, reads
+    def __init__(self, writer: Ints, written: Ints, reads: Ints, holds: Ints) -> None:
+        self.writer, self.written, self.reads, self.holds = writer, written, reads, holds
 
     @staticmethod
     def of(shape: tuple[int, ...], chains: int) -> Shadow:
         """Memory that nobody has touched. Times count from 1."""
-        return Shadow(np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros((chains, *shape), np.int32))
+        writer, written, holds = (np.zeros(shape, np.int32) for _ in range(3))
+        return Shadow(writer, written, np.zeros((chains, *shape), np.int32), holds)
 
     def part(self, start: int, shape: tuple[int, int, int]) -> Shadow:
         """Elements [start, start + size) of one-dimensional memory as a dense box."""
@@ -49,10 +51,16 @@ class Shadow:
             self.writer[start:stop].reshape(shape),
             self.written[start:stop].reshape(shape),
             self.reads[:, start:stop].reshape(chains, *shape),
+            self.holds[start:stop].reshape(shape),
         )
 
     def region(self, rows: slice, cols: slice) -> Shadow:
-        return Shadow(self.writer[:, rows, cols], self.written[:, rows, cols], self.reads[:, :, rows, cols])
+        own = (self.writer[:, rows, cols], self.written[:, rows, cols])
+        return Shadow(*own, self.reads[:, :, rows, cols], self.holds[:, rows, cols])
+
+    def lost(self, buffer: int) -> bool:
+        """Whether something was written over what ``buffer`` held here."""
+        return bool(((self.holds != buffer) & (self.written > 0)).any())
 
     def read(self, chain: int, time: int, clock: Ints) -> tuple[Conflict | None, bool]:
         """Note a read; gives a conflict with a write, and whether an element was never written."""

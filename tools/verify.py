@@ -2,38 +2,111 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import TYPE_CHECKING
+
 import click
 
-from stepgraph.tools.output import emit_json, format_option, progress, read_plan_or_schedule, set_option
+from stepgraph.tools.output import console, emit_json, format_option, progress, read_plan_or_schedule, set_option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stepgraph.planner.plan import Plan
+    from stepgraph.runtime.mutate import Verdict
 
 
 @click.command("verify")
 @click.argument("file")
+@click.option("--mutate", type=click.IntRange(0, 1_000_000), default=0, help="Judge so many plans with one change.")
+@click.option("--seed", type=int, default=0, help="Of the changes.")
 @set_option
 @format_option
-def command(file: str, settings: tuple[str, ...], style: str) -> int:
-    """Prove a plan free of races and deadlocks, over all ranks and replays; a schedule is compiled first."""
+def command(file: str, mutate: int, seed: int, settings: tuple[str, ...], style: str) -> int:
+    """Prove a plan free of races and deadlocks, over all ranks and replays; a schedule is compiled first.
+
+    With --mutate the verifier itself is tried: plans with one random change are judged by it and by running them on the
+    cpu device, with random numbers for what stages compute. Take a small size: every mutant runs a dozen times.
+    """
     from stepgraph.planner.verify.proof import prove
     from stepgraph.tools.output import diagnostic_data
 
     plan = read_plan_or_schedule(file, settings)
     progress(f"proving {plan.name}")
     proof = prove(plan)
+    verdicts = _judged(plan, mutate, seed) if mutate and proof.ok else []
+    agree = all(verdict.outcome in ("killed", "safe") for verdict in verdicts)
     if style == "json":
         emit_json(
             {
-                "ok": proof.ok,
+                "ok": proof.ok and agree,
                 "name": plan.name,
                 "replays": proof.replays,
                 "findings": [diagnostic_data(finding) for finding in proof.findings],
                 "assumptions": list(proof.assumptions),
+                **({"mutants": _data(verdicts)} if mutate else {}),
             }
         )
-        return 0 if proof.ok else 1
+        return 0 if proof.ok and agree else 1
     for finding in proof.findings:
         click.echo(finding.render(), err=True)
     verdict = f"free of races and deadlocks over {proof.replays} replays" if proof.ok else "not proven"
     click.echo(f"{plan.name}: {verdict}")
     for assumption in proof.assumptions if proof.ok else ():
         click.echo(f"  assuming: {assumption}")
-    return 0 if proof.ok else 1
+    if verdicts:
+        _table(verdicts)
+    return 0 if proof.ok and agree else 1
+
+
+def _judged(plan: Plan, count: int, seed: int) -> list[Verdict]:
+    from stepgraph.runtime.mutate import judge, mutants
+
+    found = []
+    for number, mutant in enumerate(mutants(plan, count, seed), 1):
+        found.append(judge(mutant))
+        if number % 50 == 0:
+            progress(f"{number} of {count} mutants")
+    return found
+
+
+def _data(verdicts: Sequence[Verdict]) -> dict[str, object]:
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    kinds: dict[str, Counter[str]] = {}
+    for verdict in verdicts:
+        kinds.setdefault(verdict.mutant.kind, Counter())[verdict.outcome] += 1
+    return {
+        "total": len(verdicts),
+        "unsafe": counts["killed"] + counts["missed"],
+        "killed": counts["killed"],
+        "missed": counts["missed"],
+        "false_alarms": counts["false alarm"],
+        "by_kind": {kind: dict(found) for kind, found in kinds.items()},
+        "disagreements": [
+            {"what": v.mutant.what, "codes": list(v.codes), "seen": v.seen}
+            for v in verdicts
+            if v.outcome in ("missed", "false alarm")
+        ],
+    }
+
+
+def _table(verdicts: Sequence[Verdict]) -> None:
+    from rich.table import Table
+
+    table = Table("change", "mutants", "killed", "safe", "missed", "false alarms", "codes", "seen by running")
+    for kind in dict.fromkeys(verdict.mutant.kind for verdict in verdicts):
+        mine = [verdict for verdict in verdicts if verdict.mutant.kind == kind]
+        counts = Counter(verdict.outcome for verdict in mine)
+        codes = Counter(code for verdict in mine for code in verdict.codes)
+        seen = Counter(verdict.seen for verdict in mine if verdict.seen)
+        numbers = [counts[outcome] for outcome in ("killed", "safe", "missed", "false alarm")]
+        words = (" ".join(code for code, _ in codes.most_common(4)), ", ".join(word for word, _ in seen.most_common(3)))
+        table.add_row(kind, str(len(mine)), *map(str, numbers), *words)
+    console().print(table)
+    for verdict in verdicts:
+        if verdict.outcome in ("missed", "false alarm"):
+            click.echo(f"{verdict.outcome}: {verdict.mutant.what}: {' '.join(verdict.codes) or 'proven'}, "
+                       f"running shows {verdict.seen or 'nothing'}", err=True)  # fmt: skip
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    unsafe = counts["killed"] + counts["missed"]
+    click.echo(f"{counts['killed']} of {unsafe} unsafe mutants killed, {counts['false alarm']} false alarms")

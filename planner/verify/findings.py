@@ -63,8 +63,11 @@ def name(plan: Plan, step: Step) -> str:
 def place(plan: Plan, step: Step) -> Place | None:
     """The line of the schedule that an instruction comes from."""
     op = op_of(plan, plan.ranks[step.rank].instructions[step.number])
-    if op is None:
-        return None
+    return None if op is None else place_of_op(plan, op)
+
+
+def place_of_op(plan: Plan, op: int) -> Place:
+    """The line of the schedule on which an op stands."""
     line = plan.ops[op].line
     lines = plan.source.text.split("\n")
     text = lines[line - 1] if 0 < line <= len(lines) else ""

@@ -108,6 +108,8 @@ class _Walk:
             for reader, read in self.reads[near_cell].items():
                 if reader != chain and clock[reader] < read.position:
                     self.race(read, False, access, True)
+        if last is not None and ordered and access.place[1] < len(self.plan.targets):
+            self.unread(cell, last, access)
         self.reads[cell].clear()
         self.written[cell] = access
 
@@ -134,6 +136,22 @@ class _Walk:
                     "before it, into the same bytes",
                     "place the two targets apart",
                 )
+
+    def unread(self, cell: int, last: _Access, access: _Access) -> None:
+        """What was sent is read before something else is sent to the same place."""
+        if self.reads[cell] or last.step == access.step or self._op(last) == self._op(access):
+            return
+        self.note(
+            "E306",
+            access,
+            f"{self.buffer(access)} is overwritten before it is read",
+            f"a read of what {name(self.plan, last.step)} has sent before {name(self.plan, access.step)}",
+            "none",
+            "let what is sent be read first, or send it elsewhere",
+        )
+
+    def _op(self, access: _Access) -> object:
+        return getattr(self.plan.ranks[access.step.rank].instructions[access.step.number], "op", None)
 
     def after_drop(self, last: _Access, access: _Access) -> None:
         drops = isinstance(self.plan.ranks[last.step.rank].instructions[last.step.number], Drop)
