@@ -1,4 +1,4 @@
-"""Every op of the table that makes something is carried out, and what an op sends fills its target on every rank of its groups."""
+"""Every op that makes something is carried out, and what an op sends fills its target on every rank of its groups."""
 
 from __future__ import annotations
 
