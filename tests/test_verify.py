@@ -229,19 +229,29 @@ def test_exchanges_in_other_orders_on_two_ranks() -> None:
     assert codes(swap_exchanges(plan, 0, *gathers[:2])) >= {"E401"}
 
 
-def test_words_that_two_handshakes_share(plan: Plan) -> None:
-    """CASES 7."""
+def sharing(plan: Plan, exchange: int) -> Plan:
+    """The plan with the words of the first handshake for another one too."""
+    base = 4 * exchange  # a slot a member
 
     def shared(items: list[Instruction]) -> list[Instruction]:
-        base = 4  # the second handshake gets the words of the first
         return [
             replace(i, flags=tuple(replace(f, slot=f.slot - base) for f in i.flags))
-            if isinstance(i, Signal | Wait | Reset) and i.exchange == 1
+            if isinstance(i, Signal | Wait | Reset) and i.exchange == exchange
             else i
             for i in items
         ]  # fmt: skip
 
-    assert codes(everywhere(plan, shared)) == {"E404"}
+    return everywhere(plan, shared)
+
+
+def test_words_that_two_handshakes_share(plan: Plan) -> None:
+    """CASES 7: the next handshake may write a word before it is reset; the one after that knows of the reset."""
+    assert codes(sharing(plan, 1)) == {"E405"}
+    assert any(fault_of(sharing(plan, 1), seed) for seed in range(20))
+    assert codes(sharing(plan, 2)) == set()
+    assert [fault_of(sharing(plan, 2), seed) for seed in range(20)] == [None] * 20
+    epochs = stepgraph.compile("quickstart", {**TINY, "defaults.handshake": "kernel"})
+    assert codes(sharing(epochs, 2)) == {"E404"}  # each handshake counts epochs of its own
 
 
 def test_reset_before_the_wait(plan: Plan) -> None:

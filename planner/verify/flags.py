@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from stepgraph.planner.diagnostics import Diagnostic
@@ -118,72 +119,80 @@ def spans(plan: Plan) -> Iterator[Diagnostic]:
                 )
 
 
+@dataclass(slots=True)
+class _Use:
+    """What one exchange does with a word."""
+
+    writes: list[Step] = field(default_factory=list)
+    waits: list[Step] = field(default_factory=list)
+    resets: list[Step] = field(default_factory=list)
+    peers: set[int] = field(default_factory=set)
+    """Whom the owner waits for."""
+
+
 def words(plan: Plan, order: Order) -> Iterator[Diagnostic]:
-    """Writes, waits and resets of every word match one to one, and no word is written before its reset is known."""
-    writes: dict[Word, list[tuple[Step, int]]] = defaultdict(list)
-    waits: dict[Word, list[tuple[Step, int, int]]] = defaultdict(list)
-    resets: dict[Word, list[tuple[Step, int]]] = defaultdict(list)
+    """Writes, waits and resets of every word match one to one, and no word is written before its reset is known. Two
+    exchanges may use a word one after the other, if that holds between them too."""
+    uses: dict[Word, dict[int, _Use]] = defaultdict(lambda: defaultdict(_Use))
     for rank, program in enumerate(plan.ranks):
         for number, item in enumerate(program.instructions):
             step = Step(rank, 0, number)
             if isinstance(item, Signal):
                 for flag in item.flags:
-                    writes[flag.peer, flag.slot].append((step, item.exchange))
+                    uses[flag.peer, flag.slot][item.exchange].writes.append(step)
             elif isinstance(item, Wait):
                 for flag in item.flags:
-                    waits[rank, flag.slot].append((step, item.exchange, flag.peer))
+                    uses[rank, flag.slot][item.exchange].waits.append(step)
+                    uses[rank, flag.slot][item.exchange].peers.add(flag.peer)
             elif isinstance(item, Reset):
                 for flag in item.flags:
-                    resets[rank, flag.slot].append((step, item.exchange))
-    for word in sorted({*writes, *waits, *resets}):
-        yield from _word(plan, order, word, writes[word], waits[word], resets[word])
+                    uses[rank, flag.slot][item.exchange].resets.append(step)
+    for word, by_exchange in sorted(uses.items()):
+        yield from _word(plan, order, word, by_exchange)
 
 
-def _word(
-    plan: Plan,
-    order: Order,
-    word: Word,
-    writes: list[tuple[Step, int]],
-    waits: list[tuple[Step, int, int]],
-    resets: list[tuple[Step, int]],
-) -> Iterator[Diagnostic]:
-    used = {exchange for _, exchange in [*writes, *resets]} | {exchange for _, exchange, _ in waits}
-    kernel = any(plan.exchanges[exchange].protocol is Protocol.KERNEL for exchange in used)
-    counts = (len(writes), len(waits), len(resets))
-    step = (writes or resets or [(waits[0][0], 0)])[0][0]
+def _word(plan: Plan, order: Order, word: Word, by_exchange: Mapping[int, _Use]) -> Iterator[Diagnostic]:
     title = f"flag {word[1]} of rank {word[0]}"
-    if counts != ((1, 1, 0) if kernel else (1, 1, 1)) or len(used) > 1 or waits[0][2] != writes[0][0].rank:
-        yield Diagnostic(
-            "E404",
-            f"{title} is not written, waited for and reset once",
-            place(plan, step),
-            "one write, one wait" + ("" if kernel else ", one reset") + ", of one exchange and one writer",
-            "{} writes, {} waits, {} resets".format(*counts),
-            "give every handshake of a step words of its own",
-        )
-        return
+    kernel = any(plan.exchanges[exchange].protocol is Protocol.KERNEL for exchange in by_exchange)
+    writers = {step.rank for use in by_exchange.values() for step in use.writes}
+    for use in by_exchange.values():
+        counts = (len(use.writes), len(use.waits), len(use.resets))
+        whole = counts == ((1, 1, 0) if kernel else (1, 1, 1)) and use.peers == writers
+        if not whole or (kernel and len(by_exchange) > 1):
+            yield Diagnostic(
+                "E404",
+                f"{title} is not written, waited for and reset once",
+                place(plan, [*use.writes, *use.resets, *use.waits][0]),
+                "one write, one wait" + ("" if kernel else ", one reset") + " in an exchange, and one writer",
+                "{} writes, {} waits, {} resets".format(*counts) + f", {len(by_exchange)} exchanges",
+                "give every handshake of a step words of its own",
+            )
+            return
     if kernel:
         return
-    write, wait, reset = writes[0][0], waits[0][0], resets[0][0]
-    if not order.before(wait, reset):
-        yield Diagnostic(
-            "E404",
-            f"{title} is reset before it has been waited for",
-            place(plan, reset),
-            name(plan, wait),
-            name(plan, reset),
-            "wait first, then reset",
-        )
-    again = Step(write.rank, 1, write.number)
-    if not order.before(reset, again):
-        yield Diagnostic(
-            "E405",
-            f"{title} may be written again before it is reset",
-            place(plan, write),
-            f"another exchange of both ranks between {name(plan, reset)} and {name(plan, again)}",
-            "none",
-            "add a second exchange to the step, or close it with a handshake",
-        )
+    in_turn = sorted(by_exchange.values(), key=lambda use: use.waits[0].number)
+    for use, following in zip(in_turn, [*in_turn[1:], in_turn[0]], strict=True):
+        wait, reset, again = use.waits[0], use.resets[0], following.writes[0]
+        if following is in_turn[0]:
+            again = Step(again.rank, 1, again.number)
+        if not order.before(wait, reset):
+            yield Diagnostic(
+                "E404",
+                f"{title} is reset before it has been waited for",
+                place(plan, reset),
+                name(plan, wait),
+                name(plan, reset),
+                "wait first, then reset",
+            )
+        if not order.before(reset, again):
+            yield Diagnostic(
+                "E405",
+                f"{title} may be written again before it is reset",
+                place(plan, again),
+                f"another exchange of both ranks between {name(plan, reset)} and {name(plan, again)}",
+                "none",
+                "add a second exchange to the step, or close it with a handshake",
+            )
 
 
 def exchange_order(plan: Plan, order: Order) -> Iterator[Diagnostic]:
