@@ -7,7 +7,8 @@ only if an exchange of their axis always lies between the accesses to one and th
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError
 from stepgraph.planner.opgraph import Action
@@ -55,6 +56,8 @@ class _Group:
     nbytes: int
     cells: int
     memories: tuple[int, ...]
+    free: bool
+    """Whether the author leaves the number of buffers to the planner."""
 
 
 def _aligned(nbytes: int) -> int:
@@ -106,6 +109,38 @@ def _disjoint(plan: StreamPlan, members: list[int]) -> bool:
             return False
         taken |= cells
     return True
+
+
+def _groups(plan: StreamPlan, shares: Shares) -> list[_Group]:
+    """The targets to place: each family of memories, dealt out to its buffers."""
+    graph = plan.graph
+    families: dict[str, list[int]] = defaultdict(list)
+    for index, found in enumerate(graph.memories):
+        if found.space is Space.TARGET:
+            families[found.family].append(index)
+    groups: list[_Group] = []
+    for family, members in families.items():
+        for number, hand in enumerate(_alternate(plan, family, members)):
+            first = graph.memories[hand[0]]
+            nbytes = _nbytes(first, shares)
+            free = first.buffers is None
+            groups.append(_Group(f"{family}.{number}", first.axis, nbytes, _cells(plan, hand), tuple(hand), free))
+    return groups
+
+
+def _cells(plan: StreamPlan, members: Sequence[int]) -> int:
+    found = 0
+    for memory in members:
+        found |= plan.lifetimes[memory].cells
+    return found
+
+
+def _without_last(plan: StreamPlan, groups: list[_Group], group: _Group) -> list[_Group]:
+    """The groups, with the last memory of one apart."""
+    *rest, last = group.memories
+    fewer = replace(group, cells=_cells(plan, rest), memories=tuple(rest))
+    apart = replace(group, name=f"{group.name}.last", cells=_cells(plan, [last]), memories=(last,), free=False)
+    return [part for found in groups for part in ((fewer, apart) if found is group else (found,))]
 
 
 def _place(groups: list[_Group]) -> tuple[dict[str, int], int]:
@@ -170,19 +205,17 @@ def allocate(plan: StreamPlan) -> MemoryPlan:
         ScheduleError: E305 for a number of buffers that is not safe.
     """
     graph, shares = plan.graph, Shares(plan.graph.schedule)
-    families: dict[str, list[int]] = defaultdict(list)
-    for index, found in enumerate(graph.memories):
-        if found.space is Space.TARGET:
-            families[found.family].append(index)
-    groups: list[_Group] = []
-    for family, members in families.items():
-        for number, hand in enumerate(_alternate(plan, family, members)):
-            cells = 0
-            for memory in hand:
-                cells |= plan.lifetimes[memory].cells
-            first = graph.memories[hand[0]]
-            groups.append(_Group(f"{family}.{number}", first.axis, _nbytes(first, shares), cells, tuple(hand)))
+    lower_bound = _lower_bound(plan, shares)
+    groups = _groups(plan, shares)
     offsets, arena_bytes = _place(groups)
+    while arena_bytes > lower_bound:
+        # The last layer's target meets others than those of the layers before it: a place of its own may save more.
+        choices = [_without_last(plan, groups, group) for group in groups if len(group.memories) > 1 and group.free]
+        best = min(choices, key=lambda found: _place(found)[1], default=groups)
+        if _place(best)[1] >= arena_bytes:
+            break
+        groups = best
+        offsets, arena_bytes = _place(groups)
     first_slot: dict[int, int] = {}
     slots = 0
     for index, node in enumerate(graph.nodes):
@@ -196,7 +229,7 @@ def allocate(plan: StreamPlan) -> MemoryPlan:
         targets=tuple(PlacedTarget(group.name, group.nbytes, offsets[group.name]) for group in groups),
         target_of={memory: number for number, group in enumerate(groups) for memory in group.memories},
         arena_bytes=arena_bytes,
-        lower_bound=_lower_bound(plan, shares),
+        lower_bound=lower_bound,
         first_slot=first_slot,
         flag_slots=slots,
         drop_before=drop_before,
