@@ -68,6 +68,14 @@ def test_schedules_of_the_docs_compile(tmp_path: Path) -> None:
     assert found
 
 
+def test_commands_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+    lines = [line for text in texts for block in blocks(text, "sh") for line in block.splitlines()]
+    assert any(line.startswith("stepgraph verify quickstart --mutate") for line in lines)
+    for line in [line for line in lines if line.startswith("stepgraph ")]:
+        assert run(shlex.split(line)[1:]) == 0, line
+
+
 def test_every_code_is_listed() -> None:
     from stepgraph.planner.manual import CODES
 

@@ -6,6 +6,7 @@ import stepgraph
 from stepgraph.planner.verify.proof import prove
 
 from support.mutate import PLANTED, fault_of
+from support.sizes import SHIPPED, small_plan
 
 TINY = {"shape.seq": 9, "model.hidden": 16, "model.head_dim": 2, "model.ffn": 8}
 SEEDS = 200
@@ -25,11 +26,14 @@ def test_planted_faults_are_caught_by_both(kind: str, rank: int) -> None:
     assert planted > 0
 
 
-def test_no_event_of_the_quickstart_can_be_spared() -> None:
-    plan = stepgraph.compile("quickstart", TINY)
-    for rank in range(4):
-        for name, mutant in PLANTED["event"](plan, rank):
-            assert not prove(mutant).ok, name
+@pytest.mark.parametrize("via", ["copy", "nccl"])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_event_can_be_spared(name: str, via: str) -> None:
+    """Events are minimal: without any one of them, on any rank, a plan is refused."""
+    plan = small_plan(name, **{f"defaults__{kind}__via": via for kind in ("gather", "all_gather", "all_reduce")})
+    for rank in range(plan.world_size):
+        for what, mutant in PLANTED["event"](plan, rank):
+            assert not prove(mutant).ok, what
 
 
 @pytest.mark.parametrize("handshake", ["memop", "copy", "kernel"])
