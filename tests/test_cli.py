@@ -273,3 +273,25 @@ def test_bench_of_the_proof(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["seconds"] > 0 for row in data["rows"])
     assert "us an instruction" in output(capsys, "bench", "proof", "--layers", "1", "--ranks", "2")
     assert run(["bench", "proof", "--layers", "many"]) == 2
+
+
+def test_memory_map(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import xml.etree.ElementTree as ET
+
+    svg = tmp_path / "arena.svg"
+    data = json.loads(output(capsys, "memory", "flux_1024_u4", "--svg", str(svg), "--format", "json"))
+    assert data["arena_bytes"] == max(target["offset"] + target["nbytes"] for target in data["targets"])
+    spans = [(t, use) for t in data["targets"] for use in t["uses"]]
+    assert len(spans) > 57 * 4  # every layer fills q, k, v and o
+    for one, first in spans:  # what shares bytes is never in use at once, within a step
+        for two, second in spans:
+            if one["name"] < two["name"]:
+                apart = one["offset"] + one["nbytes"] <= two["offset"] or two["offset"] + two["nbytes"] <= one["offset"]
+                in_turn = first["last_op"] < second["first_op"] or second["last_op"] < first["first_op"]
+                assert apart or in_turn, (one["name"], two["name"])
+    drawn = ET.parse(svg).getroot()
+    assert len(drawn.findall("{http://www.w3.org/2000/svg}rect")) == 1 + len(spans)
+    text = output(capsys, "memory", "quickstart")
+    assert "self_attention.send_v:v.0" in text
+    assert "over the lower bound" in text
+    assert run(["memory", "quickstart", "--rank", "4"]) == 2

@@ -17,6 +17,7 @@ SUBCOMMANDS = {
     "check": "Check a schedule: every error at once, with its place.",
     "compile": "Compile a schedule to a plan and prove it.",
     "show": "Show what each stream of a rank does.",
+    "memory": "Show where targets lie, and when they are in use.",
     "run": "Run a denoising loop and compare it with the unsharded model.",
     "compare": "Compare a step with the unsharded model, op by op.",
     "verify": "Prove a plan free of races and deadlocks.",
