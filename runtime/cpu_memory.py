@@ -134,7 +134,7 @@ class RankMemory:
         if result is None:
             result = torch.full(shape, float("nan"), dtype=torch_dtype(found.dtype))
         assert result.numel() == found.batch * found.rows * found.cols, f"{found.name}: the stage made {result.shape}"
-        self.tensors[buffer] = result.reshape(shape)
+        self.tensors[buffer] = result.reshape(shape).clone()  # what a stage gives may be its own, and is poisoned later
         self.dropped.discard(buffer)
         return self.tensors[buffer]
 

@@ -126,7 +126,11 @@ def on_ranks(world: int, work: Callable[[int], Result]) -> list[Result]:
             try:
                 rank, value, error = results.get(timeout=0.5)
             except queue.Empty:
-                lost = {n: p.exitcode for n, p in enumerate(processes) if p.exitcode and n not in {*found, *errors}}
+                lost = {
+                    n: p.exitcode
+                    for n, p in enumerate(processes)
+                    if p.exitcode is not None and n not in {*found, *errors}
+                }
                 errors |= {n: LaunchError([_died(n, code)]) for n, code in lost.items()}
             else:
                 if error is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepgraph.kernels.stages import MadeUpStages, StageMaker
 from stepgraph.planner.diagnostics import CapabilityError, Diagnostic, StepgraphError
-from stepgraph.planner.plan import Plan
+from stepgraph.planner.plan import Collective, Plan, Signal, Store, Wait
 from stepgraph.runtime.cpu import HostLoop, World
 from stepgraph.runtime.cpu_memory import Report, torch_dtype
 from stepgraph.runtime.facts import CaptureFacts
@@ -222,10 +222,25 @@ def _open(plan: Plan, device: DeviceName, seed: int, stages: StageMaker | None, 
     if not solo and not dist.is_initialized():
         message, hint = "the cuda device has no process group", "`stepgraph run --device cuda` starts one"
         raise CapabilityError([Diagnostic("E601", message, None, "a process of a group for each rank", "none", hint)])
+    refuse_late_exchanges(plan)
     from stepgraph.runtime.cuda_backend import CudaBackend
 
     where = torch.device("cuda", torch.cuda.current_device())
     return CudaBackend(plan, stages or MadeUpStages(seed, where, drawn_there=solo), eager, solo)
+
+
+def refuse_late_exchanges(plan: Plan) -> None:
+    """Raises CapabilityError E606 for a plan with an exchange behind an output that lies in a target: the caller reads
+    it after the step, when a peer that is through that exchange may write over it already."""
+    for program in plan.ranks:
+        stored = False
+        for item in program.instructions:
+            stored = stored or (isinstance(item, Store) and program.views[item.view].buffer < len(plan.targets))
+            if stored and isinstance(item, Signal | Wait | Collective):
+                message = "an exchange comes after an output that lies in a target"
+                hint = "let an op read what was gathered, and hand out its result"
+                got = plan.exchanges[item.exchange].name
+                raise CapabilityError([Diagnostic("E606", message, None, "outputs after the last exchange", got, hint)])
 
 
 def cuda_lacks() -> str:

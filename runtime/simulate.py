@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -68,9 +68,14 @@ def _unsharded_loop(plan: Plan, model: Unsharded, inputs: dict[str, Tensor], ste
         return seen
 
 
+def _worst(errors: Iterable[float]) -> float:
+    """The largest, or NaN where there is one: Python's ``max`` would pass over it."""
+    return float(torch.tensor(list(errors), dtype=torch.float64).max())
+
+
 def _error(seen: list[tuple[Tensor, ...]], exact: list[tuple[Tensor, ...]]) -> float:
     pairs = [pair for step in zip(seen, exact, strict=True) for pair in zip(*step, strict=True)]
-    return max(float((got.cpu().double() - want.cpu().double()).abs().max()) for got, want in pairs)
+    return _worst(float((got.cpu().double() - want.cpu().double()).abs().max()) for got, want in pairs)
 
 
 def simulate(
@@ -180,4 +185,4 @@ def _against_unsharded(
         rounded = _unsharded_loop(plan, own, inputs, steps)
     largest = max(float(output.abs().max()) for outputs in exact for output in outputs)
     floor = 8 * torch.finfo(torch_dtype(plan.dtype)).eps * largest
-    return max(_error(seen, exact) for seen in every), max(SLACK * _error(rounded, exact), floor)
+    return _worst(_error(seen, exact) for seen in every), max(SLACK * _error(rounded, exact), floor)

@@ -210,3 +210,13 @@ def test_what_is_issued_together() -> None:
     long = [[items[number].do for number in piece] for piece in pieces if len(piece) > 1]
     assert long == [["signal", "wait", "reset"]] * sum(item.do == "signal" for item in items)
     assert long
+
+
+def ends_early(rank: int) -> None:
+    if rank == 1:
+        os._exit(0)
+
+
+def test_a_rank_that_ends_well_without_a_result() -> None:
+    with pytest.raises(LaunchError, match="E612: the process of rank 1 ended early"):
+        on_ranks(2, ends_early)

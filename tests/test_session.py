@@ -1,5 +1,8 @@
 """The session and its step: what they accept, what they refuse, and that they end cleanly."""
 
+import math
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -138,3 +141,62 @@ def test_a_deadlock_is_told_not_hung(plan: Plan) -> None:
     ):
         session.capture()(**random_inputs(plan, 0))
     assert "wait self_attention.send_k.handshake[0]" in str(error.value)
+
+
+def test_a_stage_keeps_what_is_its_own(plan: Plan) -> None:
+    """A stage may hand out a tensor that it keeps: the session poisons only its own memory."""
+    from stepgraph.kernels.stages import MadeUpStages, Stage
+    from stepgraph.planner.plan import Run
+
+    kept: list[Tensor] = []
+
+    def maker(plan: Plan, rank: int, run: Run) -> Stage:
+        stage = MadeUpStages(0)(plan, rank, run)
+        if not plan.ops[run.op].name.endswith("embed"):
+            return stage
+
+        def cached(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            kept.extend(stage(tensors))
+            return kept[-1:]
+
+        return cached
+
+    with torch.no_grad(), Session(plan, device="cpu", stages=maker) as session:
+        session.capture()(**random_inputs(plan, 0))
+    assert kept
+    assert all(tensor.isfinite().all() for tensor in kept)
+
+
+def test_nan_in_any_step_of_any_rank_is_seen(plan: Plan) -> None:
+    from stepgraph.runtime.simulate import _error, _worst
+
+    fine, wrong = (torch.zeros(2),), (torch.tensor([0.0, torch.nan]),)
+    assert math.isnan(_error([fine, wrong], [fine, fine]))
+    assert math.isnan(_worst([0.0, math.nan, 1.0]))
+
+
+def test_outputs_that_a_peer_may_overwrite_are_refused_on_cuda() -> None:
+    from stepgraph.planner.compile import compile_schedule
+    from stepgraph.planner.schedule import read_schedule
+    from stepgraph.runtime.session import refuse_late_exchanges
+
+    from support.sizes import SHIPPED, small_plan
+
+    for name in SHIPPED:
+        refuse_late_exchanges(small_plan(name))
+    text = """
+version: 1
+name: one
+model: {layers: 1, hidden: 8, heads: 2, head_dim: 4, ffn: 8, dtype: float32}
+mesh: {ulysses: 2}
+shape: {seq: 6}
+inputs: {latents: {shape: [batch, seq, 8]}}
+outputs: [noise]
+step:
+  - call: {name: embed, in: latents, out: x, shape: [batch, seq, hidden]}
+  - shard: x
+  - call: {name: head, in: x, out: noise, shape: [batch, seq, 8]}
+  - all_gather: {in: noise, via: copy}
+"""
+    with pytest.raises(CapabilityError, match="E606: an exchange comes after an output"):
+        refuse_late_exchanges(compile_schedule(read_schedule(text, "one.yaml")))
