@@ -211,11 +211,11 @@ def allocate(plan: StreamPlan) -> MemoryPlan:
     while arena_bytes > lower_bound:
         # The last layer's target meets others than those of the layers before it: a place of its own may save more.
         choices = [_without_last(plan, groups, group) for group in groups if len(group.memories) > 1 and group.free]
-        best = min(choices, key=lambda found: _place(found)[1], default=groups)
-        if _place(best)[1] >= arena_bytes:
+        placed = [(*_place(found), found) for found in choices]
+        best = min(placed, key=lambda choice: choice[1], default=(offsets, arena_bytes, groups))
+        if best[1] >= arena_bytes:
             break
-        groups = best
-        offsets, arena_bytes = _place(groups)
+        offsets, arena_bytes, groups = best
     first_slot: dict[int, int] = {}
     slots = 0
     for index, node in enumerate(graph.nodes):

@@ -343,6 +343,10 @@ class RankProgram:
     views: tuple[View, ...]
     instructions: tuple[Instruction, ...]
 
+    def made_by(self, run: Run) -> tuple[int, ...]:
+        """The buffers that a ``Run`` allocates, in the order of first mention."""
+        return tuple(dict.fromkeys(self.views[view].buffer for view in run.outputs if view not in run.inputs))
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:

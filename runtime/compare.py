@@ -45,7 +45,7 @@ class Tap:
     def __call__(self, plan: Plan, rank: int, run: Run) -> Stage:
         stage, program = self.maker(plan, rank, run), plan.ranks[rank]
         outputs = [program.views[view] for view in run.outputs]
-        made = list(dict.fromkeys(v.buffer for v, i in zip(outputs, run.outputs, strict=True) if i not in run.inputs))
+        made = program.made_by(run)
 
         def tapped(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             before = tuple(tensor.clone() for tensor in tensors)

@@ -236,7 +236,7 @@ class RankQueues:
     def run(self, number: int, run: Run, stage: Stage) -> None:
         inputs = [self.program.views[view] for view in run.inputs]
         outputs = [self.program.views[view] for view in run.outputs]
-        made = list(dict.fromkeys(v.buffer for v, i in zip(outputs, run.outputs, strict=True) if i not in run.inputs))
+        made = self.program.made_by(run)
 
         def action() -> None:
             for view in inputs:

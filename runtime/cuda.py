@@ -64,10 +64,8 @@ class CudaRank:
         self.capturing = False
         self.alone = False
         """Nobody takes part in collectives; what would come through them is zero."""
-        for number, target in enumerate(self.plan.targets):
-            buffer = self.program.buffers[number]
-            raw = site.memory.local[target.offset : target.offset + buffer.nbytes]
-            self.tensors[number] = raw.view(torch_dtype(buffer.dtype)).view(buffer.batch, buffer.rows, buffer.cols)
+        for number in range(len(self.plan.targets)):
+            self.tensors[number] = site.target(number)
         for item in self.program.instructions:
             if isinstance(item, Load):
                 view = self.program.views[item.view]
@@ -97,14 +95,12 @@ class CudaRank:
 
     def run(self, number: int, run: Run, stage: Stage) -> None:
         self.channel.flush()
-        outputs = [self.program.views[view] for view in run.outputs]
-        made = list(dict.fromkeys(v.buffer for v, i in zip(outputs, run.outputs, strict=True) if i not in run.inputs))
         with torch.cuda.stream(self.streams[run.stream]), torch.no_grad():
             try:
                 results = stage([self._view(view) for view in run.inputs])
             except Exception as error:
                 raise self._stage_error(run, error) from error
-            for buffer, result in zip(made, results, strict=True):
+            for buffer, result in zip(self.program.made_by(run), results, strict=True):
                 found = self.program.buffers[buffer]
                 self.tensors[buffer] = result.reshape(found.batch, found.rows, found.cols)
 

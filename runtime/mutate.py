@@ -230,8 +230,7 @@ def _difference(plan: Plan, changed: Plan) -> str:
 def _random_stage(plan: Plan, rank: int, run: Run) -> Stage:
     """Makes random numbers of the right shapes: what moves is what matters."""
     program = plan.ranks[rank]
-    outputs = [program.views[view] for view in run.outputs]
-    made = list(dict.fromkeys(v.buffer for v, i in zip(outputs, run.outputs, strict=True) if i not in run.inputs))
+    made = program.made_by(run)
     changed = [run.inputs.index(number) for number in run.outputs if number in run.inputs]
 
     def stage(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -69,8 +69,8 @@ def run_and_compare(plans: list[Plan]) -> list[object]:
 
 def sizes_of(name: str) -> dict[int, dict[str, str]]:
     """Settings for 2, 4 and 8 ranks."""
-    axes = {"tensor": 2} if "tp2" in name else {}
-    return {ranks: {"mesh__ulysses": str(ranks // max(1, *axes.values(), 1))} for ranks in (2, 4, 8)}
+    tensor = 2 if "tp2" in name else 1
+    return {ranks: {"mesh__ulysses": str(ranks // tensor)} for ranks in (2, 4, 8)}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

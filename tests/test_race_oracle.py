@@ -8,9 +8,9 @@ import pytest
 from stepgraph.planner.plan import Plan, Record, Send, Target, Wait, WaitEvent
 from stepgraph.planner.verify.order import order_of
 from stepgraph.planner.verify.races import races
+from stepgraph.runtime.mutate import with_program
 
 from support.all_pairs import has_race
-from support.mutate import with_program
 from support.sizes import small_plan
 
 SIZES = {

@@ -131,8 +131,7 @@ def test_several_outputs() -> None:
 
 def test_a_deadlock_is_told_not_hung(plan: Plan) -> None:
     from stepgraph.planner.plan import Signal
-
-    from support.mutate import with_program
+    from stepgraph.runtime.mutate import with_program
 
     items = [i for i in plan.ranks[0].instructions if not (isinstance(i, Signal) and i.exchange == 0)]
     with (

@@ -26,8 +26,9 @@ from stepgraph.planner.plan import (
 from stepgraph.planner.schedule import read_schedule
 from stepgraph.planner.verify.findings import CODES
 from stepgraph.planner.verify.proof import prove
+from stepgraph.runtime.mutate import with_program
 
-from support.mutate import PLANTED, fault_of, with_program
+from support.mutate import PLANTED, fault_of
 from support.sizes import SHIPPED, small_plan
 
 TINY = {"shape.seq": 9, "model.hidden": 16, "model.head_dim": 2, "model.ffn": 8}

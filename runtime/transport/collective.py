@@ -88,11 +88,8 @@ class CollectiveChannel:
 
     def _target(self, send: Send) -> Tensor:
         """The region of this rank's own target that a send to it fills."""
-        buffer, offset = self.plan.ranks[self.rank].buffers[send.target], self.plan.targets[send.target].offset
-        raw = self.site.memory.local[offset : offset + buffer.nbytes]
-        whole = raw.view(getattr(torch, buffer.dtype)).view(buffer.batch, buffer.rows, buffer.cols)
         at = send.region
-        return whole[:, at.row : at.row + at.rows, at.col : at.col + at.cols]
+        return self.site.target(send.target)[:, at.row : at.row + at.rows, at.col : at.col + at.cols]
 
     def send(self, send: Send, source: Tensor) -> None:
         with torch.cuda.stream(self.site.streams[send.stream]):

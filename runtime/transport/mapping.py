@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgraph.planner.plan import FLAG_BYTES, Instruction, Plan, Reset, Send, Signal, Wait
+from stepgraph.runtime.cpu_memory import torch_dtype
 
 PAGE = 4096
 """Bytes; flags have pages of their own behind the arena."""
@@ -54,6 +55,12 @@ class RankSite:
     @property
     def device(self) -> torch.device:
         return self.memory.local.device
+
+    def target(self, number: int) -> Tensor:
+        """The rank's own copy of a target, (batch, rows, cols)."""
+        buffer, offset = self.plan.ranks[self.rank].buffers[number], self.plan.targets[number].offset
+        raw = self.memory.local[offset : offset + buffer.nbytes]
+        return raw.view(torch_dtype(buffer.dtype)).view(buffer.batch, buffer.rows, buffer.cols)
 
     @property
     def flag_words(self) -> Tensor:

@@ -29,8 +29,6 @@ class SoloTransport:
         return PeerMemory(block, tuple(peer.data_ptr() for peer in scratch), scratch)
 
     def channel(self, site: RankSite) -> MappedChannel:
-        for number, target in enumerate(site.plan.targets):
-            buffer = site.plan.ranks[site.rank].buffers[number]
-            raw = site.memory.local[target.offset : target.offset + buffer.nbytes]
-            raw.view(getattr(torch, buffer.dtype)).normal_()
+        for number in range(len(site.plan.targets)):
+            site.target(number).normal_()
         return MappedChannel(site, answers=True)

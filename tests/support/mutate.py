@@ -7,16 +7,11 @@ import torch
 from torch import Tensor
 
 from stepgraph.planner.diagnostics import StepgraphError
-from stepgraph.planner.plan import Instruction, Plan, Record, Reset, Send, Signal, Wait, WaitEvent
+from stepgraph.planner.plan import Plan, Record, Reset, Send, Signal, Wait, WaitEvent
+from stepgraph.runtime.mutate import with_program
 from stepgraph.runtime.session import Session, random_inputs
 
 Mutant = tuple[str, Plan]
-
-
-def with_program(plan: Plan, rank: int, items: list[Instruction]) -> Plan:
-    ranks = list(plan.ranks)
-    ranks[rank] = replace(ranks[rank], instructions=tuple(items))
-    return replace(plan, ranks=tuple(ranks))
 
 
 def without_event(plan: Plan, rank: int) -> Iterator[Mutant]:
