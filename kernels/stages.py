@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels import reference
+from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.kernels.weights import MadeUpWeights
 from stepgraph.planner.diagnostics import CapabilityError, Diagnostic
 from stepgraph.planner.plan import Op, Plan, Run, View
@@ -35,9 +36,9 @@ class MadeUpStages:
         op, program = plan.ops[run.op], plan.ranks[rank]
         inputs = [program.views[view] for view in run.inputs]
         outputs = [program.views[view] for view in run.outputs]
-        dtype = getattr(torch, program.buffers[outputs[0].buffer].dtype)
+        dtype = torch_dtype(program.buffers[outputs[0].buffer].dtype)
         stage = _MAKERS[op.kind](_Site(self.weights, plan, rank, op, inputs, outputs, dtype))
-        one_dtype = all(getattr(torch, program.buffers[view.buffer].dtype) is dtype for view in inputs)
+        one_dtype = all(torch_dtype(program.buffers[view.buffer].dtype) is dtype for view in inputs)
         return stage if one_dtype or set(run.outputs) <= set(run.inputs) else _cast(stage, dtype)
 
 

@@ -233,13 +233,14 @@ CODES: dict[str, Entry] = {
     "E604": Entry("the session is closed", "A step or session was used after it was closed.", "Open another."),
     "E605": Entry(
         "an input of another kind",
-        "A step takes what its plan was compiled for: shape, dtype, device, contiguous.",
+        "A step takes what its plan was compiled for: shape, dtype, device, contiguous. Or an argument of a session is "
+        "of another type or outside its range.",
         "Compare expected and got; cast or compile for other sizes.",
     ),
     "E606": Entry(
         "something that the device or the group can't do",
-        "A transport that some rank lacks, too little memory, too many ranks for a kernel handshake, or a rank alone "
-        "whose plan has collectives.",
+        "A transport that some rank lacks, too little memory, an error of CUDA, too many ranks for a kernel handshake, "
+        "or a rank alone whose plan has collectives.",
         "Take another transport or handshake, or exchanges via copy.",
     ),
     "E607": Entry(
@@ -256,20 +257,22 @@ CODES: dict[str, Entry] = {
     ),
     "E609": Entry(
         "a parameter that has moved",
-        "A captured step reads weights where they were when it was captured. One has been swapped, offloaded or "
-        "dropped since, as LoRA and offloading do.",
+        "A captured step reads weights and buffers where they were when it was captured. One has been swapped, "
+        "offloaded or dropped since, as LoRA and offloading do.",
         "Change weights in place, or open a new session.",
     ),
     "E610": Entry(
         "a stage that fails",
-        "A stage raised an error when it was run or captured. Under capture a stage can't wait for the GPU, allocate "
-        "symmetric memory, or draw from a random generator of its own.",
+        "A stage raised an error when it was made, run or captured, or gave tensors of another number, size, dtype or "
+        "device than its op makes. Under capture a stage can't wait for the GPU, allocate symmetric memory, or draw "
+        "from a random generator of its own.",
         "Mend the stage of the op that is named; `stepgraph run --eager` runs it without capture.",
     ),
     "E611": Entry(
-        "a step that does not finish",
-        "Before a session is handed out, its group runs a step and two replays within a time limit. One did not end; "
-        "its waits were released, and the next transport is tried.",
+        "a self-test that fails",
+        "Before a session is handed out, its group maps its memory, and runs a step and two replays within a time "
+        "limit. Memory could not be mapped, or a step did not end; its waits were released, and the next transport is "
+        "tried. Where even that does not end a step, the processes have to.",
         "`stepgraph doctor` tells of transports; `--set defaults.handshake=copy` takes another handshake.",
     ),
     "E612": Entry(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -17,21 +18,29 @@ class HasParameters(Protocol):
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
 
 
+@runtime_checkable
+class HasBuffers(Protocol):
+    """A stage maker that tells its buffers, as ``torch.nn.Module`` does."""
+
+    def named_buffers(self) -> Iterable[tuple[str, Tensor]]: ...
+
+
 class ParameterError(StepgraphError):
     """A weight is not where it was when the step was captured (E609)."""
 
 
 class ParameterWatch:
-    """Remembers the address of every parameter of a stage maker; of one that tells none, nothing."""
+    """Remembers the address of every parameter and buffer of a stage maker; of one that tells none, nothing."""
 
     def __init__(self, stages: object) -> None:
-        self.stages = stages if isinstance(stages, HasParameters) else None
+        self.parameters = stages if isinstance(stages, HasParameters) else None
+        self.buffers = stages if isinstance(stages, HasBuffers) else None
         self.addresses = self._now()
 
     def _now(self) -> Mapping[str, int]:
-        if self.stages is None:
-            return {}
-        return {name: parameter.data_ptr() for name, parameter in self.stages.named_parameters()}
+        parameters = self.parameters.named_parameters() if self.parameters is not None else ()
+        buffers = self.buffers.named_buffers() if self.buffers is not None else ()
+        return {name: tensor.data_ptr() for name, tensor in chain(parameters, buffers)}
 
     def check(self) -> None:
         """Raises ParameterError E609 that names the parameters that are gone, or somewhere else, by name."""

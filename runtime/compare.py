@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.kernels.stages import MadeUpStages, Stage, StageMaker
 from stepgraph.kernels.unsharded import Unsharded
 from stepgraph.planner.compile import check_schedule
@@ -18,7 +19,6 @@ from stepgraph.planner.opgraph import Action
 from stepgraph.planner.plan import Plan, Run
 from stepgraph.planner.shares import Shares
 from stepgraph.planner.values import DimKind, Placement, Value
-from stepgraph.runtime.cpu_memory import torch_dtype
 from stepgraph.runtime.session import DeviceName, Session, cuda_lacks, need_cuda, random_inputs
 from stepgraph.runtime.simulate import SLACK, schedule_of
 

@@ -17,8 +17,9 @@ from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
 from stepgraph.planner.plan import Plan
 from stepgraph.runtime.cpu_memory import Movements, Race, RankMemory, Report, describe, fresh_clock
 from stepgraph.runtime.cpu_rank import Inputs, Outputs, RankQueues, Rendezvous
-from stepgraph.runtime.executor import issue, make_stages
+from stepgraph.runtime.executor import issue
 from stepgraph.runtime.shadow import Conflict, Ints
+from stepgraph.runtime.stage_call import make_stages
 
 HostLoop = Generator[Inputs, Outputs, object]
 """One rank's host: yields the inputs of a step, is sent its outputs."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.planner.plan import Plan, Region, View
 from stepgraph.runtime.movement import Moved, endings, moved_right
 from stepgraph.runtime.shadow import Conflict, Ints, Shadow
@@ -78,12 +79,6 @@ class Report:
             self.faults.append(Fault(kind, message))
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 class RankMemory:
     """What one rank owns. Targets are views of one arena, so that overlapping offsets really meet."""
 
@@ -133,8 +128,8 @@ class RankMemory:
         shape = (found.batch, found.rows, found.cols)
         if result is None:
             result = torch.full(shape, float("nan"), dtype=torch_dtype(found.dtype))
-        assert result.numel() == found.batch * found.rows * found.cols, f"{found.name}: the stage made {result.shape}"
-        self.tensors[buffer] = result.reshape(shape).clone()  # what a stage gives may be its own, and is poisoned later
+        # What a stage gives may be its own, and is poisoned later.
+        self.tensors[buffer] = result.clone(memory_format=torch.contiguous_format)
         self.dropped.discard(buffer)
         return self.tensors[buffer]
 

@@ -29,6 +29,7 @@ from stepgraph.planner.plan import (
 )
 from stepgraph.runtime.movement import collective_views
 from stepgraph.runtime.shadow import Ints
+from stepgraph.runtime.stage_call import call_stage
 
 if TYPE_CHECKING:
     from stepgraph.runtime.cpu import World
@@ -236,13 +237,12 @@ class RankQueues:
     def run(self, number: int, run: Run, stage: Stage) -> None:
         inputs = [self.program.views[view] for view in run.inputs]
         outputs = [self.program.views[view] for view in run.outputs]
-        made = self.program.made_by(run)
 
         def action() -> None:
             for view in inputs:
                 self.read(run.stream, view.buffer, view.region)
-            results = stage([self.memory.view(view) for view in inputs])
-            for buffer, result in zip(made, results, strict=True):
+            results = call_stage(self.plan, self.rank, run, stage, [self.memory.view(view) for view in inputs])
+            for buffer, result in results:
                 self.memory.allocate(buffer, result)
             for view in outputs:
                 self.write(run.stream, view.buffer, view.region)

@@ -5,17 +5,21 @@ One process is one rank; several may share a GPU. Sends and handshakes are carri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgraph.kernels import copy2d
+from stepgraph.kernels.copy2d import Copy2D, Strided
+from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.kernels.stages import Stage
-from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
 from stepgraph.planner.plan import (
     Collective,
     Drop,
+    Instruction,
     Load,
     Part,
     Record,
@@ -29,14 +33,10 @@ from stepgraph.planner.plan import (
     Wait,
     WaitEvent,
 )
-from stepgraph.runtime.cpu_memory import torch_dtype
 from stepgraph.runtime.movement import Moved, collective_views
+from stepgraph.runtime.stage_call import call_stage
 from stepgraph.runtime.transport.collective import all_to_all, on_host
-from stepgraph.runtime.transport.mapping import Channel, RankSite
-
-
-class StageError(StepgraphError):
-    """A stage failed when it was warmed, run or captured (E610)."""
+from stepgraph.runtime.transport.mapping import Channel, PlannedNode, RankSite, memcpy_node
 
 
 class Watcher(Protocol):
@@ -60,6 +60,11 @@ class CudaRank:
         self.tensors: dict[int, Tensor] = {}
         self.inputs: dict[int, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
+        self.kept: dict[int, Tensor] = {}
+        """Memory for outputs that lie in targets, which a peer that is ahead may write to before the caller has read
+        them; (batch, rows, cols), by the output's number."""
+        self.sources: dict[int, Strided] = {}
+        """Where each send read from when it was last issued, by the instruction's number."""
         self.watcher: Watcher | None = None
         self.capturing = False
         self.alone = False
@@ -71,6 +76,9 @@ class CudaRank:
                 view = self.program.views[item.view]
                 dtype = torch_dtype(self.program.buffers[view.buffer].dtype)
                 self.inputs[item.input] = torch.zeros(self._box(view), dtype=dtype, device=site.device)
+            elif isinstance(item, Store) and self.program.views[item.view].buffer < len(self.plan.targets):
+                view = self.program.views[item.view]
+                self.kept[item.output] = torch.zeros_like(self.region(view.buffer, view.region).contiguous())
 
     def _box(self, view: View) -> tuple[int, int, int]:
         return self.program.buffers[view.buffer].batch, view.region.rows, view.region.cols
@@ -91,37 +99,56 @@ class CudaRank:
 
     def store(self, number: int, store: Store) -> None:
         self.channel.flush()
-        self.outputs[store.output] = self._view(store.view)
+        for copy in self._kept_copies(store):
+            copy2d.enqueue(copy, self.streams[store.stream].cuda_stream)
+        view = self.program.views[store.view]
+        self.outputs[store.output] = (
+            self.kept[store.output].view(view.shape) if store.output in self.kept else self._view(store.view)
+        )
+
+    def _kept_copies(self, store: Store) -> list[Copy2D]:
+        """What takes an output out of a target; nothing for another output."""
+        if store.output not in self.kept:
+            return []
+        into, view = self.kept[store.output], self.program.views[store.view]
+        width = into.shape[2] * into.element_size()
+        source = Strided.of(self.region(view.buffer, view.region))
+        return copy2d.between(source, Strided.of(into), width, into.shape[1])
+
+    def planned(self, items: Sequence[tuple[int, Instruction]]) -> tuple[PlannedNode, ...] | None:
+        """The nodes that instructions, given with their numbers, must become when they are issued together; None where
+        a library decides."""
+        number, first = items[0]
+        if isinstance(first, Run | Collective):
+            return None
+        if isinstance(first, Store):
+            return tuple(memcpy_node(copy) for copy in self._kept_copies(first))
+        return self.channel.planned([item for _, item in items], self.sources.get(number))
 
     def run(self, number: int, run: Run, stage: Stage) -> None:
         self.channel.flush()
-        with torch.cuda.stream(self.streams[run.stream]), torch.no_grad():
-            try:
-                results = stage([self._view(view) for view in run.inputs])
-            except Exception as error:
-                raise self._stage_error(run, error) from error
-            for buffer, result in zip(self.program.made_by(run), results, strict=True):
-                found = self.program.buffers[buffer]
-                self.tensors[buffer] = result.reshape(found.batch, found.rows, found.cols)
+        with torch.cuda.stream(self.streams[run.stream]):
+            inputs = [self._view(view) for view in run.inputs]
+            made = call_stage(self.plan, self.site.rank, run, stage, inputs, self.capturing)
+            for buffer, result in made:
+                self.tensors[buffer] = self._own(result)
 
-    def _stage_error(self, run: Run, error: Exception) -> StageError:
-        op = self.plan.ops[run.op]
-        name = op.name if op.layer is None else f"{op.name}[{op.layer}]"
-        when = "captured" if self.capturing else "run"
-        message = f"the stage of {name} on line {op.line} can't be {when}"
-        rule = (
-            "a captured stage must not wait for the GPU, allocate symmetric memory, or draw from a generator that the "
-        )
-        hint = f"{rule}capture does not know" if when == "captured" else ""
-        got = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return StageError([Diagnostic("E610", message, None, "", got, hint)])
+    def _own(self, result: Tensor) -> Tensor:
+        """A stage's result with dense rows that nobody else writes to: itself, or, where it is strided otherwise or a
+        part of a target, a copy."""
+        _, rows, cols = result.shape
+        dense = (cols == 1 or result.stride(2) == 1) and (rows == 1 or result.stride(1) >= cols)
+        shared = result.untyped_storage().data_ptr() == self.site.memory.local.untyped_storage().data_ptr()
+        return result.clone(memory_format=torch.contiguous_format) if shared or not dense else result
 
     def send(self, number: int, send: Send) -> None:
         view = self.program.views[send.source]
         if self.watcher is not None:
             whole = self.region(view.buffer, view.region)
             self.watcher.sent((send.op, 0), whole, self.streams[send.stream])
-        self.channel.send(send, self.region(view.buffer, send.source_region))
+        source = self.region(view.buffer, send.source_region)
+        self.sources[number] = Strided.of(source)
+        self.channel.send(send, source)
 
     def signal(self, number: int, signal: Signal) -> None:
         self.channel.signal(signal)
@@ -201,4 +228,5 @@ class CudaRank:
         self.tensors.clear()
         self.inputs.clear()
         self.outputs.clear()
+        self.kept.clear()
         self.events.clear()

@@ -19,8 +19,9 @@ from stepgraph.runtime.bindings import ParameterWatch
 from stepgraph.runtime.capture import Capture, capture
 from stepgraph.runtime.cpu import HostLoop
 from stepgraph.runtime.cuda import CudaRank, Watcher
-from stepgraph.runtime.executor import issue, make_stages
-from stepgraph.runtime.facts import CaptureFacts
+from stepgraph.runtime.executor import issue
+from stepgraph.runtime.facts import CaptureFacts, package_version
+from stepgraph.runtime.stage_call import make_stages
 from stepgraph.runtime.transport.choices import transports
 from stepgraph.runtime.transport.collective import CollectiveTransport, on_host
 from stepgraph.runtime.transport.mapped import MappedChannel
@@ -30,6 +31,8 @@ from stepgraph.runtime.transport.solo import SoloTransport
 log = logging.getLogger("stepgraph")
 TIME_LIMIT = 120.0
 """Seconds that a step of the self-test may take."""
+RELEASE_LIMIT = 30.0
+"""Seconds that a late step may take to end once its waits are satisfied from the host."""
 
 
 class CudaBackend:
@@ -38,12 +41,13 @@ class CudaBackend:
     runs a step eagerly; the step is captured, read back, instantiated and replayed twice. Where a rank fails, all do;
     where a step does not finish in time, all try the next transport."""
 
-    def __init__(self, plan: Plan, stages: StageMaker, eager: bool, solo: bool) -> None:
+    def __init__(self, plan: Plan, stages: StageMaker, weights: str, eager: bool, solo: bool) -> None:
+        """``weights`` says where the weights come from, for the ranks to compare."""
         self.plan, self.solo = plan, solo
         self.rank = 0 if solo else dist.get_rank()
         self.ranks: Sequence[int] = (self.rank,)
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.groups = self._groups(eager)
+        self.groups = self._groups(weights, eager)
         self.eager_because = "eager was asked for" if eager else ""
         self.watcher: Watcher | None = None
         self.stages = group.together("making stages", lambda: make_stages(plan, self.rank, stages))
@@ -65,7 +69,7 @@ class CudaBackend:
         self.facts = self._facts(found, passed_over)
         log.info("rank %d of %s: %s", self.rank, plan.name, self.facts)
 
-    def _groups(self, eager: bool) -> dict[int, dist.ProcessGroup | None]:
+    def _groups(self, weights: str, eager: bool) -> dict[int, dist.ProcessGroup | None]:
         """The process group of each of the plan's groups; None for a rank alone. Collective."""
         if self.solo:
             if dist.is_initialized():
@@ -80,7 +84,7 @@ class CudaBackend:
                 raise CapabilityError([Diagnostic("E606", message, None, "via: copy", "via: nccl", hint)])
             return dict.fromkeys(range(len(self.plan.groups)))
         group.check_group(self.plan)
-        group.agree("versions and mode", f"torch {torch.__version__}, CUDA {torch.version.cuda}, eager {eager}")
+        group.agree("versions and mode", f"{_versions()}, {weights}, eager {eager}")
         found: dict[int, dist.ProcessGroup | None] = {}
         for number, members in enumerate(self.plan.groups):
             made = dist.new_group(list(members)) if len(members) > 1 else None
@@ -95,11 +99,11 @@ class CudaBackend:
         Raises:
             SelfTestError: E611 where a step does not finish in time, on all ranks.
         """
-        block = group.together("allocating the arena", lambda: transport.reserve(block_bytes(self.plan)))
-        memory = group.together("mapping peers' memory", lambda: transport.connect(block))
+        block = group.attempt("allocating the arena", lambda: transport.reserve(block_bytes(self.plan)))
+        memory = group.attempt("mapping peers' memory", lambda: transport.connect(block))
         site = RankSite(self.plan, self.rank, memory, self.streams, self.rescue, self.groups)
-        self.channel: Channel = transport.channel(site)
-        self.worker = CudaRank(site, self.channel)
+        self.channel: Channel = group.together("preparing handshakes", lambda: transport.channel(site))
+        self.worker = group.together("preparing buffers", lambda: CudaRank(site, self.channel))
         group.together("warming stages", lambda: self._rehearse(block))
         self._meet()
         if not self.eager_because:
@@ -173,30 +177,57 @@ class CudaBackend:
             issue(self.plan, self.rank, self.worker, self.stages)
 
     def _in_time(self, what: str, work: Callable[[], None]) -> None:
-        """Do ``work`` on the origin and wait for it. Where it does not end in time on some rank, the waits of all ranks
-        are satisfied from the host, until every rank has ended.
+        """Do ``work`` on the origin and wait for it. Where it fails on some rank, or does not end in time, the waits of
+        all ranks are satisfied from the host, until every rank has ended.
 
         Raises:
-            SelfTestError: E611, on all ranks.
+            StepgraphError: this rank's own; E607 on the others.
+            SelfTestError: E611, on all ranks, where it was late. StuckError: E611, where it never ends.
         """
-        with torch.cuda.stream(self.streams[0]):
-            work()
-        done = torch.cuda.Event()
-        done.record(self.streams[0])
-        limit = time.monotonic() + TIME_LIMIT
-        while not done.query() and time.monotonic() < limit:
-            time.sleep(0.0005)
-        late = [rank for rank, answer in enumerate(group.everyone("" if done.query() else "late")) if answer]
-        if not late:
+        failure: Exception | None = None
+        ends: list[torch.cuda.Event] = []
+        try:
+            try:
+                with torch.cuda.stream(self.streams[0]):
+                    work()
+            finally:
+                ends = [stream.record_event() for stream in self.streams]
+            limit = time.monotonic() + TIME_LIMIT
+            while not _over(ends) and time.monotonic() < limit:
+                time.sleep(0.0005)
+            if _over(ends):
+                torch.cuda.synchronize(self.device)
+        except Exception as error:
+            failure = group.ours(what, error)
+        late = group.everyone("" if _over(ends) else "late")
+        failed = group.everyone(group.told(failure))
+        if any(late) and not self._release(ends):
+            got = "waits were satisfied from the host, and it goes on"
+            hint = "end the processes; a collective that hangs can only be aborted with its group"
+            expected = f"an end within {RELEASE_LIMIT:g} s"
+            found = Diagnostic("E611", f"{what} did not finish and can't be released", None, expected, got, hint)
+            raise group.StuckError([found]) from failure
+        if failure is not None:
+            raise failure
+        group.blame(what, failed)
+        if not any(late):
             return
-        while any(group.everyone("" if done.query() else "late")):
-            self.channel.release()
-            time.sleep(0.01)
         torch.cuda.synchronize(self.device)
-        names = ", ".join(map(str, late))
-        got = f"not on rank {names}" if len(late) < self.plan.world_size else "on no rank"
+        names = ", ".join(str(rank) for rank, answer in enumerate(late) if answer)
+        got = "on no rank" if all(late) else f"not on rank {names}"
         expected = f"an end within {TIME_LIMIT:g} s"
         raise group.SelfTestError([Diagnostic("E611", f"{what} did not finish in time", None, expected, got)])
+
+    def _release(self, ends: Sequence[torch.cuda.Event]) -> bool:
+        """Satisfy waits from the host until every rank's work has ended; false where some rank's does not."""
+        limit = time.monotonic() + RELEASE_LIMIT
+        while True:
+            over = _over(ends)
+            answers = group.everyone("" if over else "late" if time.monotonic() < limit else "stuck")
+            if "stuck" in answers or not any(answers):
+                return "stuck" not in answers
+            self.channel.release()
+            time.sleep(0.01)
 
     # Steps
 
@@ -211,7 +242,7 @@ class CudaBackend:
             origin.wait_stream(caller)
             if self.taken is not None:
                 origin.wait_event(self.taken)
-            with torch.cuda.stream(origin):
+            with torch.cuda.stream(origin), torch.no_grad():
                 self._copy_in(inputs)
                 if self.captured is not None:
                     self.captured.graph.replay()
@@ -221,8 +252,7 @@ class CudaBackend:
             caller.wait_stream(origin)
             found = self.worker.outputs
             outputs = tuple(found[number] if views else found[number].clone() for number in sorted(found))
-            self.taken = torch.cuda.Event()
-            self.taken.record(caller)
+            self.taken = caller.record_event()
             return outputs
 
     def _copy_in(self, inputs: Sequence[Tensor]) -> None:
@@ -244,10 +274,14 @@ class CudaBackend:
             return [end.value]
 
     def close(self) -> None:
-        """Let go of the graph, then of the memory that it touches. Not collective: every copy and flag that reaches
-        this rank's memory was waited for by its own last step."""
+        """Let go of the graph, then of the memory that it touches, then of the groups. Needs no meeting: every copy and
+        flag that reaches this rank's memory was waited for by its own last step."""
         torch.cuda.synchronize(self.device)
         self._let_go()
+        if dist.is_initialized():
+            for made in self.groups.values():
+                if made is not None:
+                    dist.destroy_process_group(made)
 
     def _let_go(self) -> None:
         self.captured = None
@@ -255,3 +289,17 @@ class CudaBackend:
             self.worker.let_go()
         self.worker = None
         del self.channel
+
+
+def _versions() -> str:
+    """What ranks must have alike to make the same of a plan."""
+    packages = ", ".join(f"{name} {package_version(name)}" for name in ("stepgraph", "cuda-bindings", "triton"))
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {packages}"
+
+
+def _over(ends: Sequence[torch.cuda.Event]) -> bool:
+    """Whether the GPU is through with what came before; with an error too, which the next call raises."""
+    try:
+        return all(end.query() for end in ends)
+    except RuntimeError:
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from stepgraph.kernels.stages import Stage, StageMaker
+from stepgraph.kernels.stages import Stage
 from stepgraph.planner.plan import (
     Collective,
     Drop,
@@ -21,12 +21,6 @@ from stepgraph.planner.plan import (
     WaitEvent,
 )
 from stepgraph.runtime.device import Device
-
-
-def make_stages(plan: Plan, rank: int, maker: StageMaker) -> dict[int, Stage]:
-    """The stage of every ``Run`` of a rank, by its number in the program. Weights are made here, not when it runs."""
-    items = enumerate(plan.ranks[rank].instructions)
-    return {number: maker(plan, rank, item) for number, item in items if isinstance(item, Run)}
 
 
 def issued_together(items: Sequence[Instruction]) -> list[range]:

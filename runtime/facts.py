@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +23,11 @@ class CaptureFacts:
     """Those that the plan itself asks for; the others are what stages and collectives became."""
     arena_bytes: int
     pool_bytes: int
+
+
+def package_version(package: str) -> str | None:
+    """The version of an installed package; None where it is not there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -31,7 +31,7 @@ class LaunchError(StepgraphError):
 
 def launched() -> bool:
     """Whether torchrun, or something like it, has started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def join_group() -> None:
@@ -61,11 +61,16 @@ def run_ranks(world: int, work: Callable[[int], Result]) -> list[Result] | None:
     """
     if not launched():
         return on_ranks(world, work)
+    joined = not dist.is_initialized()
     join_group()
-    mine = work(dist.get_rank())
+    rank = dist.get_rank()
+    mine = work(rank)
     every = [mine] * dist.get_world_size()
-    dist.gather_object(mine, every if dist.get_rank() == 0 else None)
-    return every if dist.get_rank() == 0 else None
+    dist.gather_object(mine, every if rank == 0 else None)
+    if joined:
+        dist.barrier()  # nobody leaves while another still needs it
+        leave_group()
+    return every if rank == 0 else None
 
 
 def free_port() -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.kernels.stages import Stage
 from stepgraph.planner.diagnostics import StepgraphError
 from stepgraph.planner.plan import ALIGNMENT as GRAIN
@@ -30,7 +31,6 @@ from stepgraph.planner.plan import (
 )
 from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.verify.proof import prove
-from stepgraph.runtime.cpu_memory import torch_dtype
 from stepgraph.runtime.session import NamedInputs, Outputs, Session, random_inputs
 
 REPLAYS = 3

@@ -12,7 +12,7 @@ from cuda.bindings import driver
 
 from stepgraph.kernels.cuda_call import checked
 from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
-from stepgraph.planner.plan import Collective, Instruction, Plan, Record, Run, WaitEvent
+from stepgraph.planner.plan import Instruction, Plan, Record, WaitEvent
 from stepgraph.runtime.capture import Capture
 from stepgraph.runtime.cuda import CudaRank
 from stepgraph.runtime.executor import issued_together
@@ -65,13 +65,14 @@ def facts_of(capture: Capture) -> GraphFacts:
 
 
 class _MemopParams(ctypes.Structure):
-    """CUstreamBatchMemOpParams: a union of 48 bytes, whose members begin alike."""
+    """CUstreamBatchMemOpParams: a union of 48 bytes, in which writes and waits are laid out alike."""
 
     _fields_ = (
         ("operation", ctypes.c_uint),
         ("address", ctypes.c_ulonglong),
         ("value", ctypes.c_ulonglong),
-        ("rest", ctypes.c_ulonglong * 3),
+        ("flags", ctypes.c_uint),
+        ("rest", ctypes.c_ubyte * 20),
     )
 
 
@@ -91,14 +92,16 @@ def _parameters(node: int, kind: str) -> tuple[tuple[int, ...], ...]:
     handle = driver.CUgraphNode(node)
     if kind == "memcpy":
         copy = checked(driver.cuGraphMemcpyNodeGetParams(handle))
-        at = int(copy.dstDevice) + copy.dstY * copy.dstPitch + copy.dstXInBytes
-        return ((at, int(copy.dstPitch), int(copy.WidthInBytes), int(copy.Height)),)
+        into = int(copy.dstDevice) + copy.dstY * copy.dstPitch + copy.dstXInBytes
+        source = int(copy.srcDevice) + copy.srcY * copy.srcPitch + copy.srcXInBytes
+        width, height = int(copy.WidthInBytes), int(copy.Height)
+        return ((into, int(copy.dstPitch), source, int(copy.srcPitch), width, height),)
     if kind == "batch_mem_op":
         raw = checked(driver.cuGraphBatchMemOpNodeGetParams(handle))
         batch = _BatchParams.from_address(raw.getPtr())
         waits = int(driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_64)
         found = [batch.operations[index] for index in range(batch.count)]
-        return tuple((int(item.operation == waits), item.address, item.value) for item in found)
+        return tuple((int(item.operation == waits), item.address, item.value, item.flags) for item in found)
     return _epoch_parameters(handle) if kind == "kernel" else ()
 
 
@@ -119,10 +122,11 @@ def _same(planned: PlannedNode, node: int, kind: str) -> bool:
     found = _parameters(node, kind)
     if kind != "memcpy":
         return found == planned.what
-    ((at, pitch, width, height),), ((got_at, got_pitch, got_width, got_height),) = planned.what, found
-    dense = height == 1 or pitch == width  # may be captured as one row
-    as_one_row = dense and got_width * got_height == width * height
-    return at == got_at and (as_one_row or (pitch, width, height) == (got_pitch, got_width, got_height))
+    ((into, pitch, source, source_pitch, width, height),), (got,) = planned.what, found
+    dense = height == 1 or pitch == source_pitch == width  # may be captured as one row
+    as_one_row = dense and got[4] * got[5] == width * height
+    same_ends = (into, source) == (got[0], got[2])
+    return same_ends and (as_one_row or (pitch, source_pitch, width, height) == (got[1], got[3], got[4], got[5]))
 
 
 def _ancestors(facts: GraphFacts) -> dict[int, int]:
@@ -174,9 +178,7 @@ def _wrong_nodes(device: CudaRank, capture: Capture, facts: GraphFacts) -> list[
         first, done = done, capture.counts[piece.start]
         found = facts.nodes[first:done]
         item = items[piece.start]
-        if isinstance(item, Run | Collective):
-            continue  # what its library makes of it
-        planned = device.channel.planned([items[number] for number in piece])
+        planned = device.planned([(number, items[number]) for number in piece])
         if planned is None:
             continue
         same = len(planned) == len(found) and all(
@@ -239,7 +241,5 @@ def planned_counts(device: CudaRank) -> dict[str, int]:
     items = device.program.instructions
     counts: Counter[str] = Counter()
     for piece in issued_together(items):
-        if not isinstance(items[piece.start], Run | Collective):
-            planned = device.channel.planned([items[number] for number in piece]) or ()
-            counts.update(node.kind for node in planned)
+        counts.update(node.kind for node in device.planned([(number, items[number]) for number in piece]) or ())
     return dict(sorted(counts.items()))

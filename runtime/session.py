@@ -5,23 +5,25 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.kernels.stages import MadeUpStages, StageMaker
 from stepgraph.planner.diagnostics import CapabilityError, Diagnostic, StepgraphError
-from stepgraph.planner.plan import Collective, Plan, Signal, Store, Wait
+from stepgraph.planner.plan import Plan
 from stepgraph.runtime.cpu import HostLoop, World
-from stepgraph.runtime.cpu_memory import Report, torch_dtype
+from stepgraph.runtime.cpu_memory import Report
 from stepgraph.runtime.facts import CaptureFacts
 
 NamedInputs = Mapping[str, Tensor]
 Outputs = tuple[Tensor, ...]
 DeviceName = Literal["cpu", "cuda", "auto"]
 """auto takes the best device that can run the plan."""
+MAX_SEED = (1 << 63) - 1
 NamedLoop = Generator[NamedInputs, Outputs, object]
 
 
@@ -68,6 +70,14 @@ class Session:
         eager: bool = False,
         solo: bool = False,
     ) -> None:
+        if not isinstance(plan, Plan):
+            hint = "stepgraph.load reads one from a file, stepgraph.compile makes one from a schedule"
+            raise SessionError([_wrong_argument("plan", "a Plan", f"a {type(plan).__name__}", hint)])
+        if device not in get_args(DeviceName):
+            expected = ", ".join(get_args(DeviceName))
+            raise CapabilityError([Diagnostic("E601", f"no device '{device}'", None, expected, repr(device))])
+        if type(seed) is not int or not 0 <= seed <= MAX_SEED:
+            raise SessionError([_wrong_argument("seed", f"an int from 0 to {MAX_SEED}", repr(seed))])
         self.plan = plan
         self._backend: Backend | None = _open(plan, device, seed, stages, eager, solo)
 
@@ -93,24 +103,38 @@ class Session:
 
     @property
     def report(self) -> Report:
-        """What the cpu device has seen so far: races, faults, exactness of data movement."""
+        """What the cpu device has seen so far: races, faults, exactness of data movement.
+
+        Raises:
+            CapabilityError: E606 on cuda, which watches nothing.
+        """
         backend = self.backend
-        assert isinstance(backend, World), "only the cpu device watches for races"
+        if not isinstance(backend, World):
+            found = Diagnostic("E606", "only the cpu device reports races", None, "a session on cpu", "cuda")
+            raise CapabilityError([found])
         return backend.report
 
     @property
     def facts(self) -> CaptureFacts:
-        """Of a session on cuda: its transport, and what was captured."""
+        """Of a session on cuda: its transport, and what was captured.
+
+        Raises:
+            CapabilityError: E606 on cpu, which captures nothing.
+        """
+        backend = self.backend
+        if isinstance(backend, World):
+            raise CapabilityError([Diagnostic("E606", "only cuda captures", None, "a session on cuda", "cpu")])
         from stepgraph.runtime.cuda_backend import CudaBackend
 
-        backend = self.backend
-        assert isinstance(backend, CudaBackend), "only the cuda device captures"
+        assert isinstance(backend, CudaBackend)
         return backend.facts
 
     def capture(self, outputs: Literal["copy", "view"] = "copy") -> CapturedStep:
         """The plan's step, ready to be called. Its outputs are the caller's own; as a ``view`` they are the step's
         memory, which the next call changes."""
         _ = self.backend
+        if outputs not in ("copy", "view"):
+            raise SessionError([_wrong_argument("outputs", "'copy' or 'view'", repr(outputs))])
         return CapturedStep(self, outputs == "view")
 
     def drive(self, loop: Callable[[int], NamedLoop], views: bool = False) -> list[object]:
@@ -152,6 +176,9 @@ class Session:
             if tensor is None:
                 problems.append(_input_error(entry.name, expected, "nothing"))
                 continue
+            if not isinstance(tensor, Tensor):
+                problems.append(_input_error(entry.name, expected, f"a {type(tensor).__name__}"))
+                continue
             right = tuple(tensor.shape) == entry.shape and tensor.dtype is torch_dtype(entry.dtype)
             if not right or tensor.device != self.backend.device or not tensor.is_contiguous():
                 problems.append(_input_error(entry.name, expected, _kind(tensor)))
@@ -159,6 +186,10 @@ class Session:
         if problems:
             raise SessionError(problems)
         return found
+
+
+def _wrong_argument(name: str, expected: str, got: str, hint: str = "") -> Diagnostic:
+    return Diagnostic("E605", f"{name} is not what a session takes", None, expected, got, hint)
 
 
 def _kind(tensor: Tensor) -> str:
@@ -222,25 +253,12 @@ def _open(plan: Plan, device: DeviceName, seed: int, stages: StageMaker | None, 
     if not solo and not dist.is_initialized():
         message, hint = "the cuda device has no process group", "`stepgraph run --device cuda` starts one"
         raise CapabilityError([Diagnostic("E601", message, None, "a process of a group for each rank", "none", hint)])
-    refuse_late_exchanges(plan)
     from stepgraph.runtime.cuda_backend import CudaBackend
 
     where = torch.device("cuda", torch.cuda.current_device())
-    return CudaBackend(plan, stages or MadeUpStages(seed, where, drawn_there=solo), eager, solo)
-
-
-def refuse_late_exchanges(plan: Plan) -> None:
-    """Raises CapabilityError E606 for a plan with an exchange behind an output that lies in a target: the caller reads
-    it after the step, when a peer that is through that exchange may write over it already."""
-    for program in plan.ranks:
-        stored = False
-        for item in program.instructions:
-            stored = stored or (isinstance(item, Store) and program.views[item.view].buffer < len(plan.targets))
-            if stored and isinstance(item, Signal | Wait | Collective):
-                message = "an exchange comes after an output that lies in a target"
-                hint = "let an op read what was gathered, and hand out its result"
-                got = plan.exchanges[item.exchange].name
-                raise CapabilityError([Diagnostic("E606", message, None, "outputs after the last exchange", got, hint)])
+    weights = "weights of the caller" if stages else f"weights made up from seed {seed}"
+    with torch.inference_mode(False), torch.no_grad():  # what is made here is written to by every step
+        return CudaBackend(plan, stages or MadeUpStages(seed, where, drawn_there=solo), weights, eager, solo)
 
 
 def cuda_lacks() -> str:

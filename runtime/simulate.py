@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.kernels.unsharded import Unsharded
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.schedule import Schedule, read_schedule
-from stepgraph.runtime.cpu_memory import Fault, Race, torch_dtype
+from stepgraph.runtime.cpu_memory import Fault, Race
 from stepgraph.runtime.denoise import denoise, sigma_pairs
 from stepgraph.runtime.facts import CaptureFacts
 from stepgraph.runtime.session import DeviceName, NamedLoop, Session, cuda_lacks, need_cuda, random_inputs

@@ -170,8 +170,8 @@ def test_what_is_dropped_under_capture_is_read_back(what: str, handshake: str) -
         assert "E608" in told, told
 
 
-def redirected(plan: Plan, rank: int) -> str:
-    """As ``dropped``, where one captured copy goes a row too far."""
+def redirected(plan: Plan, part: str, rank: int) -> str:
+    """As ``dropped``, where one captured copy starts or ends somewhere else, or takes other rows."""
     from dataclasses import replace
 
     from stepgraph.kernels import copy2d
@@ -181,7 +181,7 @@ def redirected(plan: Plan, rank: int) -> str:
     def further(copy: copy2d.Copy2D, stream: int) -> None:
         nonlocal seen
         seen += torch.cuda.is_current_stream_capturing()
-        original(replace(copy, destination=copy.destination + 256) if seen == 3 else copy, stream)
+        original(replace(copy, **{part: getattr(copy, part) + 16}) if seen == 3 else copy, stream)
 
     copy2d.enqueue = further
     try:
@@ -193,8 +193,9 @@ def redirected(plan: Plan, rank: int) -> str:
         copy2d.enqueue = original
 
 
-def test_a_copy_to_another_place_is_read_back() -> None:
-    for told in on_ranks(2, partial(redirected, small_plan("quickstart", mesh__ulysses="2"))):
+@pytest.mark.parametrize("part", ["destination", "source", "destination_pitch", "source_pitch"])
+def test_a_copy_that_is_not_the_planned_one_is_read_back(part: str) -> None:
+    for told in on_ranks(2, partial(redirected, small_plan("quickstart", mesh__ulysses="2"), part)):
         assert isinstance(told, str)
         assert "E608" in told, told
 

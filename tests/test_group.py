@@ -28,6 +28,7 @@ class Fake:
 
     def __init__(self, name: str, missing_on: int | None = None, hangs: bool = False) -> None:
         self.name, self.missing_on, self.hangs = name, missing_on, hangs
+        self.one_host = name == "near"
 
     def unavailable(self) -> str | None:
         return "it is broken here" if dist.get_rank() == self.missing_on else None
@@ -50,6 +51,20 @@ def test_ranks_take_the_first_transport_that_all_have_and_that_passes_its_self_t
     """CASES 16, 17: one rank lacks the first, the second hangs."""
     reasons = ("first: rank 1: it is broken here", "second: the second replay did not finish in time, on rank 1")
     assert on_ranks(2, vote) == [("third", reasons)] * 2
+
+
+def on_two_machines(rank: int) -> tuple[str, tuple[str, ...]]:
+    original, group.host = group.host, lambda: f"machine {dist.get_rank()}"
+    try:
+        found, passed_over = group.choose("auto", (Fake("near"), Fake("far")), attempt)
+    finally:
+        group.host = original
+    return found.name, passed_over
+
+
+def test_transports_of_one_machine_are_passed_over_where_ranks_are_on_two() -> None:
+    reason = "near: reaches the GPUs of one machine, and the ranks are on 2"
+    assert on_ranks(2, on_two_machines) == [("far", (reason,))] * 2
 
 
 def no_choice(rank: int) -> str:
@@ -109,6 +124,37 @@ def test_what_fails_on_one_rank_fails_on_all() -> None:
     assert "E607: rank 1 failed at allocating the arena" in first
     assert "no memory" in first
     assert "E606: no memory for allocating the arena" in second
+
+
+def one_breaks(rank: int) -> tuple[str, str, str]:
+    """What a rank sees where an error that is not ours comes up on rank 1."""
+    told = []
+    for run, error in (
+        (group.together, RuntimeError("CUDA: an illegal address")),
+        (group.together, KeyError("weight")),
+        (group.attempt, RuntimeError("no handle")),
+    ):
+
+        def work(error: Exception = error) -> None:
+            if rank == 1:
+                raise error
+
+        with pytest.raises((StepgraphError, KeyError)) as found:
+            run("mapping", work)
+        told.append(f"{type(found.value).__name__}: {found.value}")
+    return told[0], told[1], told[2]
+
+
+def test_any_error_of_one_rank_is_told_to_all() -> None:
+    first, second = on_ranks(2, one_breaks)
+    assert "E607: rank 1 failed at mapping" in first[0]
+    assert "CapabilityError" in second[0]
+    assert "an illegal address" in second[0]
+    assert "E607: rank 1 failed at mapping" in first[1]
+    assert second[1] == "KeyError: 'weight'"
+    for told in (first[2], second[2]):
+        assert "SelfTestError" in told
+        assert "rank 1: E606 mapping failed: RuntimeError: no handle" in told
 
 
 def exchange(dtype: torch.dtype, rank: int) -> bool:
@@ -199,6 +245,15 @@ def test_parameters_are_watched_by_address() -> None:
     with pytest.raises(StepgraphError, match=r"E609: the parameter '1.weight' and 1 more (.|\n)*it is gone"):
         watch.check()
     ParameterWatch(object()).check()
+
+
+def test_buffers_are_watched_like_parameters() -> None:
+    module = torch.nn.BatchNorm1d(4)
+    watch = ParameterWatch(module)
+    watch.check()
+    module.running_mean = torch.zeros(4)
+    with pytest.raises(StepgraphError, match=r"E609.*running_mean"):
+        watch.check()
 
 
 def test_what_is_issued_together() -> None:

@@ -1,15 +1,17 @@
 """The session and its step: what they accept, what they refuse, and that they end cleanly."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 import stepgraph
+from stepgraph.kernels.stages import MadeUpStages, Stage, StageMaker
 from stepgraph.planner.diagnostics import CapabilityError, StepgraphError
-from stepgraph.planner.plan import Plan
+from stepgraph.planner.plan import Plan, Run
 from stepgraph.runtime.session import CapturedStep, Session, random_inputs
 from stepgraph.runtime.simulate import schedule_of
 
@@ -144,9 +146,6 @@ def test_a_deadlock_is_told_not_hung(plan: Plan) -> None:
 
 def test_a_stage_keeps_what_is_its_own(plan: Plan) -> None:
     """A stage may hand out a tensor that it keeps: the session poisons only its own memory."""
-    from stepgraph.kernels.stages import MadeUpStages, Stage
-    from stepgraph.planner.plan import Run
-
     kept: list[Tensor] = []
 
     def maker(plan: Plan, rank: int, run: Run) -> Stage:
@@ -174,28 +173,97 @@ def test_nan_in_any_step_of_any_rank_is_seen(plan: Plan) -> None:
     assert math.isnan(_worst([0.0, math.nan, 1.0]))
 
 
-def test_outputs_that_a_peer_may_overwrite_are_refused_on_cuda() -> None:
-    from stepgraph.planner.compile import compile_schedule
-    from stepgraph.planner.schedule import read_schedule
-    from stepgraph.runtime.session import refuse_late_exchanges
+def embed_that_gives(results: Callable[[Sequence[Tensor]], object]) -> StageMaker:
+    """Made-up stages, but what the embedding gives goes through ``results``."""
 
-    from support.sizes import SHIPPED, small_plan
+    def maker(plan: Plan, rank: int, run: Run) -> Stage:
+        stage = MadeUpStages(0)(plan, rank, run)
+        if not plan.ops[run.op].name.endswith("embed"):
+            return stage
+        return lambda tensors: results(stage(tensors))  # type: ignore[return-value]
 
-    for name in SHIPPED:
-        refuse_late_exchanges(small_plan(name))
-    text = """
-version: 1
-name: one
-model: {layers: 1, hidden: 8, heads: 2, head_dim: 4, ffn: 8, dtype: float32}
-mesh: {ulysses: 2}
-shape: {seq: 6}
-inputs: {latents: {shape: [batch, seq, 8]}}
-outputs: [noise]
-step:
-  - call: {name: embed, in: latents, out: x, shape: [batch, seq, hidden]}
-  - shard: x
-  - call: {name: head, in: x, out: noise, shape: [batch, seq, 8]}
-  - all_gather: {in: noise, via: copy}
-"""
-    with pytest.raises(CapabilityError, match="E606: an exchange comes after an output"):
-        refuse_late_exchanges(compile_schedule(read_schedule(text, "one.yaml")))
+    return maker
+
+
+def fails(results: Sequence[Tensor]) -> object:
+    raise KeyError("weight")
+
+
+def wants_memory(results: Sequence[Tensor]) -> object:
+    raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+
+@pytest.mark.parametrize(
+    ("results", "told"),
+    [
+        (
+            lambda made: [*made, *made],
+            r"E610: the stage of step.embed on .* gives .*\n.*a list of 1 tensors\n.*2",
+        ),
+        (lambda made: made[0], r"E610: .* gives what its op does not make\n.*a list of 1 tensors\n.*a Tensor"),
+        (lambda made: None, "E610: .* gives what its op does not make\n.*a list of 1 tensors\n.*a NoneType"),
+        (lambda made: [made[0].double()], r"E610: .* gives .*\n.*float32, cpu\n.*float64, cpu"),
+        (lambda made: [made[0][:, :-1]], r"E610: .* gives .*\n.* 1 x \d+ x 16 elements, float32"),
+        (lambda made: [made[0].numpy()], r"E610: .* gives .*\n.*elements, float32\n.*a ndarray"),
+        (fails, "E610: the stage of step.embed on line .* can't be run\n.*KeyError: 'weight'"),
+        (wants_memory, "E606: no memory for the stage of step.embed on line .*\n.*CUDA out of memory"),
+    ],
+)
+def test_what_stages_give_is_checked(plan: Plan, results: Callable[[Sequence[Tensor]], object], told: str) -> None:
+    with Session(plan, device="cpu", stages=embed_that_gives(results)) as session, pytest.raises(StepgraphError) as got:
+        session.capture()(**random_inputs(plan, 0))
+    assert re.search(told, str(got.value)), str(got.value)
+
+
+def test_strided_results_are_as_good(plan: Plan) -> None:
+    inputs = random_inputs(plan, 0)
+
+    def transposed(made: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [made[0].transpose(1, 2).contiguous().transpose(1, 2)]
+
+    with Session(plan, device="cpu", stages=embed_that_gives(transposed)) as session:
+        got = session.capture()(**inputs)
+    with Session(plan, device="cpu", stages=MadeUpStages(0)) as session:
+        want = session.capture()(**inputs)
+    assert isinstance(got, Tensor)
+    assert isinstance(want, Tensor)
+    assert torch.equal(got, want)
+
+
+def test_a_stage_that_cannot_be_made_is_named(plan: Plan) -> None:
+    def maker(plan: Plan, rank: int, run: Run) -> Stage:
+        raise KeyError("transformer_blocks.7")
+
+    with pytest.raises(StepgraphError, match=r"E610: the stage of step.embed on line .* can't be made"):
+        Session(plan, device="cpu", stages=maker)
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 63, 1.5, "1", True])
+def test_seeds_out_of_range(plan: Plan, seed: object) -> None:
+    with pytest.raises(StepgraphError, match="E605: seed is not what a session takes"):
+        Session(plan, device="cpu", seed=seed)  # type: ignore[arg-type]
+
+
+def test_the_largest_seed(plan: Plan) -> None:
+    with Session(plan, device="cpu", seed=(1 << 63) - 1) as session:
+        session.capture()(**random_inputs(plan, (1 << 63) - 1))
+
+
+def test_arguments_of_another_kind(plan: Plan) -> None:
+    with pytest.raises(StepgraphError, match="E605: plan is not what a session takes"):
+        Session("quickstart", device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(CapabilityError, match="E601: no device 'tpu'"):
+        Session(plan, device="tpu")  # type: ignore[arg-type]
+    with Session(plan, device="cpu") as session:
+        with pytest.raises(StepgraphError, match="E605: outputs is not what a session takes"):
+            session.capture(outputs="vieww")  # type: ignore[arg-type]
+        with pytest.raises(CapabilityError, match="E606: only cuda captures"):
+            _ = session.facts
+
+
+@pytest.mark.parametrize("value", [3.0, None, [1.0]])
+def test_inputs_that_are_no_tensors(plan: Plan, value: object) -> None:
+    inputs: dict[str, object] = {**random_inputs(plan, 0), "timestep": value}
+    with Session(plan, device="cpu") as session, pytest.raises(StepgraphError) as error:
+        session.capture()(**inputs)  # type: ignore[arg-type]
+    assert "E605: the input 'timestep'" in str(error.value)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepgraph.tools.output import console, emit_json, format_option, progress, read_plan_or_schedule, set_option
+from stepgraph.tools.output import SEED, console, emit_json, format_option, progress, read_plan_or_schedule, set_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("file")
 @click.option("--by-layer", is_flag=True, help="A line a layer; else the verdict alone.")
 @click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="auto", help="Where the ranks run.")
-@click.option("--seed", type=int, default=0, help="Of weights, inputs and, on cpu, interleaving.")
+@click.option("--seed", type=SEED, default=0, help="Of weights, inputs and, on cpu, interleaving.")
 @set_option
 @format_option
 def command(file: str, by_layer: bool, device: DeviceName, seed: int, settings: tuple[str, ...], style: str) -> int:

@@ -5,22 +5,15 @@ from __future__ import annotations
 import importlib.util
 import platform
 import shutil
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import click
 
+from stepgraph.runtime.facts import package_version
 from stepgraph.tools.output import emit_json, format_option
 
 if TYPE_CHECKING:
     import torch
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def findings() -> list[dict[str, str]]:
@@ -42,7 +35,7 @@ def findings() -> list[dict[str, str]]:
     rows.append(_row("cuda-python", bindings, "is needed by the cuda device"))
     rows += _transports(torch.device("cuda"))
     rows.append(_row("handshake memop, copy", "yes" if gpus else "no", "stream memory operations"))
-    triton = _version("triton")
+    triton = package_version("triton")
     rows.append(_row("handshake kernel", f"triton {triton}" if triton else "no triton", "an epoch kernel"))
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     rows.append(_row("NCCL", "yes" if nccl else "no", "captures exchanges via nccl; wants a GPU for each rank"))
@@ -50,7 +43,7 @@ def findings() -> list[dict[str, str]]:
     rows.append(
         _row("multi-process service", shared, "makes several ranks on one GPU faster by far, once it is started")
     )
-    diffusers = _version("diffusers")
+    diffusers = package_version("diffusers")
     rows.append(_row("diffusers", diffusers or "no", "optional: sigmas are checked against its own"))
     return rows
 

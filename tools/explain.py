@@ -32,7 +32,7 @@ def _fields(model: type[BaseModel]) -> dict[str, str]:
     for name, info in model.model_fields.items():
         text = info.description or ""
         choices = _type_words(info)
-        default = "" if info.is_required() or info.default is None else f" (default {info.default})"
+        default = f" (default {info.default})" if isinstance(info.default, str | int | float) else ""
         need = " (required)" if info.is_required() else default
         found[info.alias or name] = f"{text}{f' One of {choices}.' if choices else ''}{need}"
     return found

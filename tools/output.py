@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stepgraph.planner.schedule import Schedule
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+SEED = click.IntRange(0, (1 << 63) - 1)
 
 
 def format_option(function: Command) -> Command:
@@ -40,21 +41,30 @@ def read_schedule_file(file: str, settings: tuple[str, ...]) -> Schedule:
     return load_schedule(schedule_path(file), parse_overrides(settings))
 
 
+def is_plan(file: str) -> bool:
+    """Whether FILE is a plan by what it holds or how it is called, rather than a schedule."""
+    from pathlib import Path
+
+    from stepgraph.planner.plan import FORMAT
+
+    path = Path(file)
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return FORMAT.encode() in stream.read(64) or path.suffix in (".plan", ".json")
+
+
 def read_plan_or_schedule(file: str, settings: tuple[str, ...]) -> Plan:
     """The plan in FILE; a schedule is compiled first, and a plan's own schedule again where there are settings."""
     from pathlib import Path
 
     from stepgraph.planner.compile import compile_schedule
-    from stepgraph.planner.plan import FORMAT, load_plan
+    from stepgraph.planner.plan import load_plan
 
-    path = Path(file)
-    if path.is_file():
-        with path.open("rb") as stream:
-            is_plan = FORMAT.encode() in stream.read(64)
-        if is_plan or path.suffix in (".plan", ".json"):
-            if settings:
-                raise click.UsageError("--set changes schedules; a plan is compiled already")
-            return load_plan(path)
+    if is_plan(file):
+        if settings:
+            raise click.UsageError("--set changes schedules; a plan is compiled already")
+        return load_plan(Path(file))
     return compile_schedule(read_schedule_file(file, settings))
 
 

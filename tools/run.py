@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import click
 
 from stepgraph.tools.output import (
+    SEED,
     emit_json,
     format_option,
+    is_plan,
     progress,
     read_plan_or_schedule,
     set_option,
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="auto", help="Where it runs.")
 @click.option("--ranks", type=click.IntRange(1, 64), help="How many; sets the schedule's ulysses axis.")
 @click.option("--steps", type=click.IntRange(1, 10_000), default=8, help="Denoising steps.")
-@click.option("--seed", type=int, default=0, help="Of weights, inputs and, on cpu, interleaving.")
+@click.option("--seed", type=SEED, default=0, help="Of weights, inputs and, on cpu, interleaving.")
 @click.option("--eager", is_flag=True, help="On cuda: issue every step anew, capture nothing.")
 @click.option("--solo", is_flag=True, help="On cuda: rank 0 alone, with stand-ins for its peers, and what it costs.")
 @set_option
@@ -48,8 +50,10 @@ def command(
     On cuda each rank is a process, which this command starts, unless torchrun has started it as a rank.
     """
     plan = _plan(file, settings, ranks)
-    if device == "cpu" and (solo or eager):
-        raise click.UsageError("--solo and --eager are for cuda")
+    from stepgraph.runtime.session import cuda_lacks
+
+    if (solo or eager) and (device == "cpu" or (device == "auto" and cuda_lacks())):
+        raise click.UsageError("--solo and --eager are for cuda, which is not there; `stepgraph doctor` tells why")
     if solo:
         return _solo(plan, steps, seed, style)
     from stepgraph.runtime.simulate import simulate
@@ -68,6 +72,8 @@ def _plan(file: str, settings: tuple[str, ...], ranks: int | None) -> Plan:
     plan = read_plan_or_schedule(file, settings)
     if ranks is None or ranks == plan.world_size:
         return plan
+    if is_plan(file):
+        raise click.UsageError(f"--ranks changes schedules; this plan is compiled for {plan.world_size} ranks")
     _, ulysses = plan.coordinate(0, "ulysses")
     others = plan.world_size // ulysses
     if ranks % others:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepgraph.tools.output import console, emit_json, format_option, progress, read_plan_or_schedule, set_option
+from stepgraph.tools.output import SEED, console, emit_json, format_option, progress, read_plan_or_schedule, set_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command("verify")
 @click.argument("file")
 @click.option("--mutate", type=click.IntRange(0, 1_000_000), default=0, help="Judge so many plans with one change.")
-@click.option("--seed", type=int, default=0, help="Of the changes.")
+@click.option("--seed", type=SEED, default=0, help="Of the changes.")
 @set_option
 @format_option
 def command(file: str, mutate: int, seed: int, settings: tuple[str, ...], style: str) -> int:

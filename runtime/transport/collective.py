@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgraph.kernels.copy2d import Strided
 from stepgraph.planner.plan import Instruction, Reset, Send, Signal, Wait
 from stepgraph.runtime.transport.mapping import PeerMemory, PlannedNode, RankSite
 
 
 def on_host(group: dist.ProcessGroup | None) -> bool:
     """Whether a group moves tensors of the GPU through the host, which can't be captured."""
-    return group is not None and "nccl" not in dist.get_backend(group)
+    return group is not None and "cuda:nccl" not in dist.get_backend_config(group)
 
 
 def all_to_all(
@@ -51,6 +52,7 @@ class CollectiveTransport:
     """Named after the library that makes it worth while; over gloo it runs eagerly, for comparison."""
 
     name = "nccl"
+    one_host = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -126,7 +128,7 @@ class CollectiveChannel:
         self.aside.clear()
         self.laid.clear()
 
-    def planned(self, items: Sequence[Instruction]) -> tuple[PlannedNode, ...] | None:
+    def planned(self, items: Sequence[Instruction], source: Strided | None) -> tuple[PlannedNode, ...] | None:
         return None
 
     def release(self) -> None:

@@ -7,17 +7,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgraph.runtime.transport.mapped import MappedChannel
-from stepgraph.runtime.transport.mapping import PeerMemory, RankSite
+from stepgraph.runtime.transport.mapping import PeerMemory, RankSite, no_peer_access
 
 
 class IpcTransport:
     name = "ipc"
+    one_host = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def unavailable(self) -> str | None:
-        return None if torch.cuda.is_available() else "torch sees no GPU"
+        return no_peer_access()
 
     def reserve(self, nbytes: int) -> Tensor:
         block = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels import copy2d
-from stepgraph.kernels.copy2d import Copy2D
-from stepgraph.kernels.handshake import LANES, EpochHandshake, Memop, enqueue_memops
+from stepgraph.kernels.copy2d import Copy2D, Strided
+from stepgraph.kernels.handshake import LANES, EpochHandshake, Memop, enqueue_memops, wait_flags
 from stepgraph.planner.diagnostics import CapabilityError, Diagnostic
 from stepgraph.planner.plan import (
     FLAG_BYTES,
@@ -21,7 +21,7 @@ from stepgraph.planner.plan import (
     Signal,
     Wait,
 )
-from stepgraph.runtime.transport.mapping import PlannedNode, RankSite, flags_offset
+from stepgraph.runtime.transport.mapping import PlannedNode, RankSite, flags_offset, memcpy_node
 
 RELEASE_EPOCH = 1 << 62
 """Later than any epoch."""
@@ -46,28 +46,18 @@ class MappedChannel:
 
     # Sends
 
-    def copies(self, send: Send, source: Tensor | None) -> list[Copy2D]:
-        """The copies of a send; without a source, from address 0."""
+    def copies(self, send: Send, source: Strided) -> list[Copy2D]:
+        """The copies of a send."""
         target, region = self.plan.ranks[send.peer].buffers[send.target], send.region
         item = target.dtype.itemsize
         first = self.site.memory.pointers[send.peer] + self.plan.targets[send.target].offset
-        found: list[Copy2D] = []
-        for batch in range(target.batch):
-            row = batch * target.rows + region.row
-            whole = Copy2D(
-                destination=first + (row * target.cols + region.col) * item,
-                destination_pitch=target.cols * item,
-                source=0 if source is None else source[batch].data_ptr(),
-                source_pitch=0 if source is None else source.stride(1) * item,
-                width=region.cols * item,
-                height=region.rows,
-            )
-            found += copy2d.pieces(whole)
-        return found
+        rows = (batch * target.rows + region.row for batch in range(target.batch))
+        into = Strided(tuple(first + (row * target.cols + region.col) * item for row in rows), target.cols * item)
+        return copy2d.between(source, into, region.cols * item, region.rows)
 
     def send(self, send: Send, source: Tensor) -> None:
         self.flush()
-        for copy in self.copies(send, source):
+        for copy in self.copies(send, Strided.of(source)):
             copy2d.enqueue(copy, self.site.streams[send.stream].cuda_stream)
 
     # Handshakes
@@ -170,13 +160,14 @@ class MappedChannel:
                     page[flag.slot] = RELEASE_EPOCH if kernel else 1
         return page.pin_memory()
 
-    def planned(self, items: Sequence[Instruction]) -> tuple[PlannedNode, ...]:
+    def planned(self, items: Sequence[Instruction], source: Strided | None) -> tuple[PlannedNode, ...]:
         flags = {type(item): item.flags for item in items if isinstance(item, Signal | Wait)}
         nodes: list[PlannedNode] = []
         batch: list[tuple[int, ...]] = []
         for item in items:
             if isinstance(item, Send):
-                nodes += [_memcpy(copy) for copy in self.copies(item, None)]
+                assert source is not None, "a send has been issued before it is asked for"
+                nodes += [memcpy_node(copy) for copy in self.copies(item, source)]
             if not isinstance(item, Signal | Wait | Reset):
                 continue
             protocol = self.plan.exchanges[item.exchange].protocol
@@ -188,13 +179,13 @@ class MappedChannel:
             if isinstance(item, Wait) and self.answers:
                 given = own
             if protocol is Protocol.COPY:
-                nodes += [_memcpy(self._flag_copy(address)) for address in given]
+                nodes += [memcpy_node(self._flag_copy(address)) for address in given]
             else:
-                batch += [(0, address, 1) for address in given]
+                batch += [(0, address, 1, 0) for address in given]
             if isinstance(item, Wait):
-                batch += [(1, address, 1) for address in own]
+                batch += [(1, address, 1, wait_flags(self.site.device.index)) for address in own]
             elif isinstance(item, Reset):
-                batch += [(0, address, 0) for address in own]
+                batch += [(0, address, 0, 0) for address in own]
         return (*nodes, PlannedNode("batch_mem_op", tuple(batch))) if batch else tuple(nodes)
 
     def release(self) -> None:
@@ -205,10 +196,6 @@ class MappedChannel:
     def clear(self) -> None:
         self.site.flag_words.zero_()
         self.epochs.zero_()
-
-
-def _memcpy(copy: Copy2D) -> PlannedNode:
-    return PlannedNode("memcpy", ((copy.destination, copy.destination_pitch, copy.width, copy.height),))
 
 
 def _kernel(found: EpochHandshake) -> PlannedNode:

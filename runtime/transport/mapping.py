@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgraph.kernels.copy2d import Copy2D, Strided
+from stepgraph.kernels.cuda_call import checked
+from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.planner.plan import FLAG_BYTES, Instruction, Plan, Reset, Send, Signal, Wait
-from stepgraph.runtime.cpu_memory import torch_dtype
 
 PAGE = 4096
 """Bytes; flags have pages of their own behind the arena."""
@@ -75,8 +77,15 @@ class PlannedNode:
     kind: str
     """memcpy, batch_mem_op or kernel."""
     what: tuple[tuple[int, ...], ...] = ()
-    """Its parameters: of a memcpy one (destination, pitch, width, height), of a batch an (is wait, address, value) an
-    operation, of a kernel one (table of words, epoch word, words to write, words to wait for)."""
+    """Its parameters: of a memcpy one (destination, pitch, source, pitch, width, height), of a batch an (is wait,
+    address, value, flags) an operation, of a kernel one (table of words, epoch word, words to write, words to wait
+    for)."""
+
+
+def memcpy_node(copy: Copy2D) -> PlannedNode:
+    """The node of a copy."""
+    parameters = (copy.destination, copy.destination_pitch, copy.source, copy.source_pitch, copy.width, copy.height)
+    return PlannedNode("memcpy", (parameters,))
 
 
 class Channel(Protocol):
@@ -97,9 +106,9 @@ class Channel(Protocol):
     def finish(self) -> None:
         """The step's last instruction has been issued."""
 
-    def planned(self, items: Sequence[Instruction]) -> tuple[PlannedNode, ...] | None:
-        """The nodes of instructions that are issued together: a send, or a signal with the wait and reset behind it.
-        None where a library decides."""
+    def planned(self, items: Sequence[Instruction], source: Strided | None) -> tuple[PlannedNode, ...] | None:
+        """The nodes of instructions that are issued together: a send from ``source``, or a signal with the wait and
+        reset behind it. None where a library decides."""
 
     def release(self) -> None:
         """Satisfy every wait of this rank that is pending now, from the host. Flags are lost."""
@@ -108,10 +117,27 @@ class Channel(Protocol):
         """Zero this rank's flags and epochs. Nothing that uses them runs."""
 
 
+def no_peer_access() -> str | None:
+    """Why this process's GPU can't be reached by address, and by stream memory operations; None where it can."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    from cuda.bindings import driver
+
+    own = torch.cuda.current_device()
+    far = [n for n in range(torch.cuda.device_count()) if n != own and not torch.cuda.can_device_access_peer(own, n)]
+    if far:
+        return f"GPU {own} has no peer access to GPU {far[0]}"
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+    able = checked(driver.cuDeviceGetAttribute(attribute, checked(driver.cuDeviceGet(own))))
+    return None if able else f"GPU {own} has no 64-bit stream memory operations"
+
+
 class Transport(Protocol):
     """A way to move data between ranks."""
 
     name: str
+    one_host: bool
+    """Whether it reaches only ranks on the same machine."""
 
     def unavailable(self) -> str | None:
         """Why this process can't use it; None where it can. Not collective, so that the group can vote."""

@@ -14,6 +14,7 @@ class SoloTransport:
     What peers would send is what its targets hold: random numbers."""
 
     name = "solo"
+    one_host = True
 
     def __init__(self, device: torch.device, world_size: int) -> None:
         self.device, self.world_size = device, world_size

@@ -10,18 +10,20 @@ from torch import Tensor
 
 from stepgraph.runtime.launch import OVERLAPPING
 from stepgraph.runtime.transport.mapped import MappedChannel
-from stepgraph.runtime.transport.mapping import PeerMemory, RankSite
+from stepgraph.runtime.transport.mapping import PeerMemory, RankSite, no_peer_access
 
 
 class SymmetricTransport:
     name = "symmetric"
+    one_host = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def unavailable(self) -> str | None:
-        if not torch.cuda.is_available():
-            return "torch sees no GPU"
+        lacking = no_peer_access()
+        if lacking:
+            return lacking
         try:
             import torch.distributed._symmetric_memory as symmetric
         except ImportError as error:
