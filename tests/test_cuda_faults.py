@@ -76,21 +76,21 @@ def strided(plan: Plan, op: str, rank: int) -> bool:
         return all(torch.equal(step(**on_gpu(plan, 0)), want) for _ in range(3))
 
 
-@pytest.mark.parametrize("op", ["v_proj", "mlp"])
+@pytest.mark.parametrize("op", ["qkv", "mlp"])
 def test_strided_results_are_as_good(op: str) -> None:
     assert on_ranks(2, partial(strided, plan_of_two(), op)) == [True, True]
 
 
 def wrong_dtype(plan: Plan, rank: int) -> str:
     with pytest.raises(StepgraphError) as error:
-        Session(plan, device="cuda", stages=Changed("v_proj", 1, lambda made: [made[0].bfloat16()]))
+        Session(plan, device="cuda", stages=Changed(".qkv", 1, lambda made: [made[0].bfloat16()]))
     return str(error.value)
 
 
 def test_a_result_of_another_dtype_is_refused() -> None:
     for told in on_ranks(2, partial(wrong_dtype, plan_of_two())):
         assert "E610" in told
-        assert "v_proj[1]" in told
+        assert "qkv[1]" in told
         assert "float32" in told
         assert "bfloat16" in told
 
