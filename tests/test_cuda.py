@@ -84,6 +84,8 @@ def test_shipped_schedules_over_both_mappings(name: str, ranks: int) -> None:
         assert report.movements_checked > 0
         items, nodes = plan.ranks[0].instructions, report.facts.nodes
         copies = sum(plan.ranks[i.peer].buffers[i.target].batch for i in items if i.do == "send")
+        stored = (plan.ranks[0].views[i.view].buffer for i in items if i.do == "store")
+        copies += sum(plan.ranks[0].buffers[buffer].batch for buffer in stored if buffer < len(plan.targets))
         handshakes = sum(item.do == "signal" for item in items)
         assert report.facts.planned_nodes == {"batch_mem_op": handshakes, "memcpy": copies}
         assert nodes["batch_mem_op"] == handshakes

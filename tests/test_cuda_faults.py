@@ -104,17 +104,18 @@ def read_late(plan: Plan, rank: int) -> tuple[bool, bool]:
         step = session.capture(outputs="view")
         output = step(**on_gpu(plan, 0))
         first = output.clone()
+        assert torch.equal(output, first)  # loads its kernels: with a peer in a wait, loading would hang
+        inputs = on_gpu(plan, 1)
         torch.cuda.synchronize()
         dist.barrier()
         if rank == 1:
-            step(**on_gpu(plan, 1))
+            step(**inputs)
         else:
             time.sleep(0.5)
         still = rank == 1 or torch.equal(output, first)
-        torch.cuda.synchronize() if rank == 0 else None
         dist.barrier()
         if rank == 0:
-            step(**on_gpu(plan, 1))
+            step(**inputs)
         torch.cuda.synchronize()
         return still, not torch.equal(output, first)
 
