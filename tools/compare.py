@@ -38,6 +38,7 @@ def command(file: str, by_layer: bool, device: DeviceName, seed: int, settings: 
             {
                 "name": plan.name,
                 "seed": seed,
+                "device": device,
                 "compared": [_data(row) for row in rows],
                 "first_difference": _data(first) if first else None,
                 "ok": first is None,
