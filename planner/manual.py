@@ -275,6 +275,12 @@ CODES: dict[str, Entry] = {
         "tried. Where even that does not end a step, the processes have to.",
         "`stepgraph doctor` tells of transports; `--set defaults.handshake=copy` takes another handshake.",
     ),
+    "E613": Entry(
+        "an interleaving that does not fit",
+        "The file is no interleaving, or one of another plan, or the run can't take its turns: a rank waits, or its "
+        "loop has ended.",
+        "Write it again with `stepgraph verify PLAN --counterexample FILE`; give the run enough --steps.",
+    ),
     "E612": Entry(
         "a rank that died",
         "The process of a rank ended before it had a result.",

@@ -8,6 +8,7 @@ replay too, as far as the plan's flags let them.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Generator, Sequence
 
 import torch
@@ -15,14 +16,18 @@ import torch
 from stepgraph.kernels.stages import StageMaker
 from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
 from stepgraph.planner.plan import Plan
+from stepgraph.planner.verify.counterexample import Turn
 from stepgraph.runtime.cpu_memory import Movements, Race, RankMemory, Report, describe, fresh_clock
 from stepgraph.runtime.cpu_rank import Inputs, Outputs, RankQueues, Rendezvous
 from stepgraph.runtime.executor import issue
+from stepgraph.runtime.interleave import InterleavingError
 from stepgraph.runtime.shadow import Conflict, Ints
 from stepgraph.runtime.stage_call import make_stages
 
 HostLoop = Generator[Inputs, Outputs, object]
 """One rank's host: yields the inputs of a step, is sent its outputs."""
+Choice = tuple[int, int | None]
+"""A rank, and which of its streams goes on; None for its host."""
 
 
 class World:
@@ -48,6 +53,8 @@ class World:
         self.consumed: dict[tuple[int, int], bool] = {}
         """Whether a wait has seen the word's present signal."""
         self.rendezvous: dict[tuple[int, int], Rendezvous] = {}
+        self.script: deque[tuple[int, int]] = deque()
+        """(rank, stream) of the turns to take before chance decides."""
         self.queues = [RankQueues(self, rank) for rank in self.ranks]
         for rank, queues in enumerate(self.queues):
             issue(plan, rank, queues, make_stages(plan, rank, stages))
@@ -69,21 +76,10 @@ class World:
         for queues in self.queues:
             queues.outputs = None
         while True:
-            choices: list[tuple[int, int | None]] = []
-            weights: list[int] = []
-            for rank, queues in enumerate(self.queues):
-                if queues.idle:
-                    if hosts[rank] is not None:
-                        choices.append((rank, None))
-                        weights.append(pace[rank * self.width])
-                    continue
-                for stream in range(self.width):
-                    if queues.can_run(stream):
-                        choices.append((rank, stream))
-                        weights.append(pace[rank * self.width + stream])
-            if not choices:
+            choice = self._scripted(hosts) if self.script else self._any(hosts, pace)
+            if choice is None:
                 break
-            (rank, picked) = self.random.choices(choices, weights)[0]
+            rank, picked = choice
             if picked is not None:
                 self.queues[rank].step(picked)
                 continue
@@ -98,6 +94,47 @@ class World:
                 hosts[rank] = None
         self._end(hosts)
         return results
+
+    def _any(self, hosts: Sequence[HostLoop | None], pace: Sequence[int]) -> Choice | None:
+        """One of what could go on, by chance; None where nothing can."""
+        choices: list[Choice] = []
+        weights: list[int] = []
+        for rank, queues in enumerate(self.queues):
+            if queues.idle:
+                if hosts[rank] is not None:
+                    choices.append((rank, None))
+                    weights.append(pace[rank * self.width])
+                continue
+            for stream in range(self.width):
+                if queues.can_run(stream):
+                    choices.append((rank, stream))
+                    weights.append(pace[rank * self.width + stream])
+        return self.random.choices(choices, weights)[0] if choices else None
+
+    def follow(self, turns: Sequence[Turn]) -> None:
+        """Take these turns first, from the next replay on."""
+        self.script = deque(
+            (turn.rank, self.plan.streams.index(turn.stream)) for turn in turns for _ in range(turn.count)
+        )
+
+    def _scripted(self, hosts: Sequence[HostLoop | None]) -> Choice:
+        """What the next turn of the script needs: the replay's begin, the end of a collective, or the turn itself.
+
+        Raises:
+            InterleavingError: E613 where the turn can't be taken.
+        """
+        rank, stream = self.script[0]
+        queues = self.queues[rank]
+        if queues.idle and hosts[rank] is not None:
+            return rank, None
+        if queues.can_run(stream):
+            if not queues.meets(stream):
+                self.script.popleft()
+            return rank, stream
+        at = "its loop has ended" if queues.idle else queues.stuck()
+        message = f"rank {rank} can't take its turn on stream {self.plan.streams[stream]}"
+        hint = "give the run as many --steps as the interleaving has replays"
+        raise InterleavingError([Diagnostic("E613", message, None, "an instruction that can run", at, hint)])
 
     def close(self) -> None:
         """Nothing outlives the process's own memory."""

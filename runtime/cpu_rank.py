@@ -95,6 +95,10 @@ class RankQueues:
         at, queue = self.next[stream], self.work[stream]
         return at < len(queue) and queue[at].ready()
 
+    def meets(self, stream: int) -> bool:
+        """Whether the head of a queue is a collective that has started here, and is not over."""
+        return self.in_rendezvous(self.work[stream][self.next[stream]])
+
     def start(self, inputs: Inputs) -> None:
         """Begin a replay: everything of the last one is done before it."""
         self.inputs, self.outputs = inputs, {}
@@ -128,7 +132,8 @@ class RankQueues:
 
     def in_rendezvous(self, item: _Work) -> bool:
         collective = self.program.instructions[item.number]
-        assert isinstance(collective, Collective)
+        if not isinstance(collective, Collective):
+            return False
         meeting = self.world.rendezvous.get((collective.exchange, self.replay))
         return meeting is not None and self.rank in meeting.starts
 

@@ -18,6 +18,7 @@ from stepgraph.planner.plan import Plan
 from stepgraph.runtime.cpu import HostLoop, World
 from stepgraph.runtime.cpu_memory import Report
 from stepgraph.runtime.facts import CaptureFacts
+from stepgraph.runtime.interleave import Interleaving
 
 NamedInputs = Mapping[str, Tensor]
 Outputs = tuple[Tensor, ...]
@@ -136,6 +137,18 @@ class Session:
         if outputs not in ("copy", "view"):
             raise SessionError([_wrong_argument("outputs", "'copy' or 'view'", repr(outputs))])
         return CapturedStep(self, outputs == "view")
+
+    def follow(self, interleaving: Interleaving) -> None:
+        """On cpu: let ranks take these turns first, from the next step on.
+
+        Raises:
+            CapabilityError: E606 on cuda, where the hardware decides.
+        """
+        backend = self.backend
+        if not isinstance(backend, World):
+            problem = "only the cpu device can follow an interleaving"
+            raise CapabilityError([Diagnostic("E606", problem, None, "a session on cpu", "cuda")])
+        backend.follow(interleaving.turns)
 
     def drive(self, loop: Callable[[int], NamedLoop], views: bool = False) -> list[object]:
         """Run ``loop(rank)`` for every rank of this process: a generator that yields the inputs of a step by name, is

@@ -17,6 +17,7 @@ from stepgraph.planner.schedule import Schedule, read_schedule
 from stepgraph.runtime.cpu_memory import Fault, Race
 from stepgraph.runtime.denoise import denoise, sigma_pairs
 from stepgraph.runtime.facts import CaptureFacts
+from stepgraph.runtime.interleave import Interleaving
 from stepgraph.runtime.session import DeviceName, NamedLoop, Session, cuda_lacks, need_cuda, random_inputs
 
 if TYPE_CHECKING:
@@ -86,10 +87,11 @@ def simulate(
     device: DeviceName = "cpu",
     eager: bool = False,
     progress: Callable[[str], None] = lambda _: None,
+    interleaving: Interleaving | None = None,
 ) -> RunReport | None:
     """Run ``steps`` denoising steps over all ranks with made-up weights and inputs. On cpu they are interleaved by
-    ``seed`` in this process; on cuda each is a process, started here unless torchrun has started this one as a rank.
-    None in processes that are ranks other than 0.
+    ``seed`` in this process, after the turns of ``interleaving``; on cuda each is a process, started here unless
+    torchrun has started this one as a rank. None in processes that are ranks other than 0.
 
     Raises:
         StepgraphError: where the plan can't be run, or deadlocks.
@@ -97,11 +99,13 @@ def simulate(
     if device == "cuda":
         need_cuda()
     if device == "cpu" or cuda_lacks():
-        return _on_cpu(plan, steps, seed, progress)
+        return _on_cpu(plan, steps, seed, progress, interleaving)
     return _on_gpus(plan, steps, seed, eager, progress)
 
 
-def _on_cpu(plan: Plan, steps: int, seed: int, progress: Callable[[str], None]) -> RunReport:
+def _on_cpu(
+    plan: Plan, steps: int, seed: int, progress: Callable[[str], None], interleaving: Interleaving | None
+) -> RunReport:
     inputs = random_inputs(plan, seed)
     every: list[list[tuple[Tensor, ...]]] = [[] for _ in plan.ranks]
 
@@ -111,6 +115,8 @@ def _on_cpu(plan: Plan, steps: int, seed: int, progress: Callable[[str], None]) 
     with torch.no_grad():
         progress(f"running {plan.world_size} ranks, {steps} steps")
         with Session(plan, device="cpu", seed=seed) as session:
+            if interleaving is not None:
+                session.follow(interleaving)
             session.drive(loop)
             report = session.report
     error, tolerance = _against_unsharded(plan, steps, seed, every, torch.device("cpu"), progress)

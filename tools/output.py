@@ -33,6 +33,12 @@ def set_option(function: Command) -> Command:
     )(function)
 
 
+def edited_option(function: Command) -> Command:
+    return click.option("--edited", is_flag=True, help="Take a plan that was edited by hand, whatever its hash.")(
+        function
+    )
+
+
 def read_schedule_file(file: str, settings: tuple[str, ...]) -> Schedule:
     """The schedule that FILE names, with its settings."""
     from stepgraph.planner.schedule import load_schedule, schedule_path
@@ -54,8 +60,9 @@ def is_plan(file: str) -> bool:
         return FORMAT.encode() in stream.read(64) or path.suffix in (".plan", ".json")
 
 
-def read_plan_or_schedule(file: str, settings: tuple[str, ...]) -> Plan:
-    """The plan in FILE; a schedule is compiled first, and a plan's own schedule again where there are settings."""
+def read_plan_or_schedule(file: str, settings: tuple[str, ...], edited: bool = False) -> Plan:
+    """The plan in FILE, with ``edited`` whatever its hash; a schedule is compiled first, and a plan's own schedule
+    again where there are settings."""
     from pathlib import Path
 
     from stepgraph.planner.compile import compile_schedule
@@ -64,7 +71,7 @@ def read_plan_or_schedule(file: str, settings: tuple[str, ...]) -> Plan:
     if is_plan(file):
         if settings:
             raise click.UsageError("--set changes schedules; a plan is compiled already")
-        return load_plan(Path(file))
+        return load_plan(Path(file), edited)
     return compile_schedule(read_schedule_file(file, settings))
 
 

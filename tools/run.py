@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from stepgraph.tools.output import (
     SEED,
+    edited_option,
     emit_json,
     format_option,
     is_plan,
@@ -20,6 +22,7 @@ from stepgraph.tools.output import (
 if TYPE_CHECKING:
     from stepgraph.planner.plan import Plan
     from stepgraph.runtime.facts import CaptureFacts
+    from stepgraph.runtime.interleave import Interleaving
     from stepgraph.runtime.session import DeviceName
     from stepgraph.runtime.simulate import RunReport
 
@@ -31,7 +34,9 @@ if TYPE_CHECKING:
 @click.option("--steps", type=click.IntRange(1, 10_000), default=8, help="Denoising steps.")
 @click.option("--seed", type=SEED, default=0, help="Of weights, inputs and, on cpu, interleaving.")
 @click.option("--eager", is_flag=True, help="On cuda: issue every step anew, capture nothing.")
+@click.option("--interleave", metavar="FILE", help="On cpu: take the turns of a counterexample first.")
 @click.option("--solo", is_flag=True, help="On cuda: rank 0 alone, with stand-ins for its peers, and what it costs.")
+@edited_option
 @set_option
 @format_option
 def command(
@@ -42,6 +47,8 @@ def command(
     seed: int,
     eager: bool,
     solo: bool,
+    interleave: str | None,
+    edited: bool,
     settings: tuple[str, ...],
     style: str,
 ) -> int:
@@ -49,7 +56,7 @@ def command(
 
     On cuda each rank is a process, which this command starts, unless torchrun has started it as a rank.
     """
-    plan = _plan(file, settings, ranks)
+    plan = _plan(file, settings, ranks, edited)
     from stepgraph.runtime.session import cuda_lacks
 
     if (solo or eager) and (device == "cpu" or (device == "auto" and cuda_lacks())):
@@ -58,7 +65,8 @@ def command(
         return _solo(plan, steps, seed, style)
     from stepgraph.runtime.simulate import simulate
 
-    report = simulate(plan, steps, seed, device, eager, progress)
+    found = _interleaving(interleave, plan, device) if interleave else None
+    report = simulate(plan, steps, seed, "cpu" if found else device, eager, progress, found)
     if report is None:  # a rank other than 0
         return 0
     if style == "json":
@@ -68,8 +76,18 @@ def command(
     return 0 if report.ok else 1
 
 
-def _plan(file: str, settings: tuple[str, ...], ranks: int | None) -> Plan:
-    plan = read_plan_or_schedule(file, settings)
+def _interleaving(file: str, plan: Plan, device: DeviceName) -> Interleaving:
+    from stepgraph.runtime.interleave import load_interleaving
+
+    if device == "cuda":
+        raise click.UsageError("--interleave is for cpu: on cuda the hardware decides")
+    found = load_interleaving(Path(file), plan)
+    progress(f"taking {sum(turn.count for turn in found.turns)} turns, then by chance")
+    return found
+
+
+def _plan(file: str, settings: tuple[str, ...], ranks: int | None, edited: bool) -> Plan:
+    plan = read_plan_or_schedule(file, settings, edited)
     if ranks is None or ranks == plan.world_size:
         return plan
     if is_plan(file):

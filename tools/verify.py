@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from stepgraph.tools.output import SEED, console, emit_json, format_option, progress, read_plan_or_schedule, set_option
+from stepgraph.tools.output import (
+    SEED,
+    console,
+    edited_option,
+    emit_json,
+    format_option,
+    progress,
+    read_plan_or_schedule,
+    set_option,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stepgraph.planner.plan import Plan
+    from stepgraph.planner.verify.proof import Proof
     from stepgraph.runtime.mutate import Verdict
 
 
@@ -20,9 +31,19 @@ if TYPE_CHECKING:
 @click.argument("file")
 @click.option("--mutate", type=click.IntRange(0, 1_000_000), default=0, help="Judge so many plans with one change.")
 @click.option("--seed", type=SEED, default=0, help="Of the changes.")
+@click.option("--counterexample", metavar="FILE", help="Write an interleaving that shows the first missing order.")
+@edited_option
 @set_option
 @format_option
-def command(file: str, mutate: int, seed: int, settings: tuple[str, ...], style: str) -> int:
+def command(
+    file: str,
+    mutate: int,
+    seed: int,
+    counterexample: str | None,
+    edited: bool,
+    settings: tuple[str, ...],
+    style: str,
+) -> int:
     """Prove a plan free of races and deadlocks, over all ranks and replays; a schedule is compiled first.
 
     With --mutate the verifier itself is tried: plans with one random change are judged by it and by running them on the
@@ -31,9 +52,10 @@ def command(file: str, mutate: int, seed: int, settings: tuple[str, ...], style:
     from stepgraph.planner.verify.proof import prove
     from stepgraph.tools.output import diagnostic_data
 
-    plan = read_plan_or_schedule(file, settings)
+    plan = read_plan_or_schedule(file, settings, edited)
     progress(f"proving {plan.name}")
     proof = prove(plan)
+    written = _write(plan, proof, counterexample) if counterexample else False
     verdicts = _judged(plan, mutate, seed) if mutate and proof.ok else []
     agree = all(verdict.outcome in ("killed", "safe") for verdict in verdicts)
     if style == "json":
@@ -44,6 +66,7 @@ def command(file: str, mutate: int, seed: int, settings: tuple[str, ...], style:
                 "replays": proof.replays,
                 "findings": [diagnostic_data(finding) for finding in proof.findings],
                 "assumptions": list(proof.assumptions),
+                "counterexample": counterexample if written else None,
                 **({"mutants": _data(verdicts)} if mutate else {}),
             }
         )
@@ -52,11 +75,26 @@ def command(file: str, mutate: int, seed: int, settings: tuple[str, ...], style:
         click.echo(finding.render(), err=True)
     verdict = f"free of races and deadlocks over {proof.replays} replays" if proof.ok else "not proven"
     click.echo(f"{plan.name}: {verdict}")
+    if written:
+        steps = proof.counterexamples[0].finding.second.replay + 1
+        click.echo(f"  to see it: stepgraph run {file} --device cpu --steps {steps} --interleave {counterexample}")
+    elif counterexample:
+        click.echo("  no counterexample: " + ("it is proven" if proof.ok else "no order is missing, any run shows it"))
     for assumption in proof.assumptions if proof.ok else ():
         click.echo(f"  assuming: {assumption}")
     if verdicts:
         _table(verdicts)
     return 0 if proof.ok and agree else 1
+
+
+def _write(plan: Plan, proof: Proof, file: str) -> bool:
+    """Write the first counterexample, where there is one."""
+    from stepgraph.runtime.interleave import dumps, interleaving_of
+
+    if not proof.counterexamples:
+        return False
+    Path(file).write_text(dumps(interleaving_of(plan, proof.counterexamples[0])), encoding="utf-8")
+    return True
 
 
 def _judged(plan: Plan, count: int, seed: int) -> list[Verdict]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stepgraph.planner.diagnostics import Diagnostic, Place
 from stepgraph.planner.plan import Instruction, Plan
+from stepgraph.planner.verify.counterexample import Unordered
 from stepgraph.planner.verify.order import Step
 
 MAX_FINDINGS = 5
@@ -28,15 +31,15 @@ CODES = {
 }
 
 
-def first_of_each(findings: list[Diagnostic]) -> tuple[Diagnostic, ...]:
+def first_of_each(findings: Sequence[Diagnostic | Unordered]) -> list[Diagnostic | Unordered]:
     """The first few findings of each code."""
     counts: dict[str, int] = {}
-    kept = []
+    kept: list[Diagnostic | Unordered] = []
     for finding in findings:
         counts[finding.code] = counts.get(finding.code, 0) + 1
         if counts[finding.code] <= MAX_FINDINGS:
             kept.append(finding)
-    return tuple(kept)
+    return kept
 
 
 def op_of(plan: Plan, item: Instruction) -> int | None:

@@ -19,6 +19,7 @@ from stepgraph.planner.plan import (
     Wait,
     WaitEvent,
 )
+from stepgraph.planner.verify.counterexample import Unordered
 from stepgraph.planner.verify.findings import name, place
 from stepgraph.planner.verify.order import Order, Step
 
@@ -130,7 +131,7 @@ class _Use:
     """Whom the owner waits for."""
 
 
-def words(plan: Plan, order: Order) -> Iterator[Diagnostic]:
+def words(plan: Plan, order: Order) -> Iterator[Diagnostic | Unordered]:
     """Writes, waits and resets of every word match one to one, and no word is written before its reset is known. Two
     exchanges may use a word one after the other, if that holds between them too."""
     uses: dict[Word, dict[int, _Use]] = defaultdict(lambda: defaultdict(_Use))
@@ -151,7 +152,7 @@ def words(plan: Plan, order: Order) -> Iterator[Diagnostic]:
         yield from _word(plan, order, word, by_exchange)
 
 
-def _word(plan: Plan, order: Order, word: Word, by_exchange: Mapping[int, _Use]) -> Iterator[Diagnostic]:
+def _word(plan: Plan, order: Order, word: Word, by_exchange: Mapping[int, _Use]) -> Iterator[Diagnostic | Unordered]:
     title = f"flag {word[1]} of rank {word[0]}"
     kernel = any(plan.exchanges[exchange].protocol is Protocol.KERNEL for exchange in by_exchange)
     writers = {step.rank for use in by_exchange.values() for step in use.writes}
@@ -185,7 +186,7 @@ def _word(plan: Plan, order: Order, word: Word, by_exchange: Mapping[int, _Use])
                 "wait first, then reset",
             )
         if not order.before(reset, again):
-            yield Diagnostic(
+            found = Diagnostic(
                 "E405",
                 f"{title} may be written again before it is reset",
                 place(plan, again),
@@ -193,9 +194,10 @@ def _word(plan: Plan, order: Order, word: Word, by_exchange: Mapping[int, _Use])
                 "none",
                 "add a second exchange to the step, or close it with a handshake",
             )
+            yield Unordered(found, reset, again)
 
 
-def exchange_order(plan: Plan, order: Order) -> Iterator[Diagnostic]:
+def exchange_order(plan: Plan, order: Order) -> Iterator[Diagnostic | Unordered]:
     """All exchanges of a rank are ordered one after another, and alike on all ranks: then they stay free of deadlock
     when hardware queues run a rank's streams one after another."""
     sequences: list[list[int]] = []
@@ -210,7 +212,7 @@ def exchange_order(plan: Plan, order: Order) -> Iterator[Diagnostic]:
             first = Step(rank, 0, parts[two][0])
             for number in parts[one]:
                 if not order.before(Step(rank, 0, number), first):
-                    yield Diagnostic(
+                    found = Diagnostic(
                         "E402",
                         f"two exchanges of rank {rank} are not ordered",
                         place(plan, first),
@@ -218,6 +220,7 @@ def exchange_order(plan: Plan, order: Order) -> Iterator[Diagnostic]:
                         "no order",
                         "put them on one stream, or let the second wait for the first",
                     )
+                    yield Unordered(found, Step(rank, 0, number), first)
                     break
     for rank, sequence in enumerate(sequences):
         for other in range(rank + 1, len(sequences)):

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import ExchangeKind, Plan, Protocol
 from stepgraph.planner.verify import flags
+from stepgraph.planner.verify.counterexample import Counterexample, Unordered, counterexample
 from stepgraph.planner.verify.coverage import coverage
 from stepgraph.planner.verify.findings import first_of_each, name, place
-from stepgraph.planner.verify.order import order_of
+from stepgraph.planner.verify.order import Order, order_of
 from stepgraph.planner.verify.races import races
 
 REPLAYS = 2
@@ -37,6 +38,8 @@ _COLLECTIVES = "collectives of a communicator run in the order of issue, and non
 @dataclass(frozen=True, slots=True)
 class Proof:
     findings: tuple[Diagnostic, ...]
+    counterexamples: tuple[Counterexample, ...]
+    """To the findings where an order is missing."""
     assumptions: tuple[str, ...]
     """Of the hardware and the caller; the proof holds where they do."""
     replays: int
@@ -62,7 +65,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
 def prove(plan: Plan) -> Proof:
     """Check every rule of the plan. Findings are errors; a plan without any is proven, under the assumptions."""
     order = order_of(plan, REPLAYS)
-    found = [*flags.events(plan), *flags.spans(plan), *coverage(plan)]
+    found: list[Diagnostic | Unordered] = [*flags.events(plan), *flags.spans(plan), *coverage(plan)]
     if order.stuck:
         heads = "; ".join(name(plan, step) for step in order.stuck)
         found.append(
@@ -75,7 +78,19 @@ def prove(plan: Plan) -> Proof:
                 "what they wait for is missing, or comes after them",
             )
         )
-        return Proof(first_of_each(found), assumptions(plan), REPLAYS, len(order.sequence), 0)
+        return _proof(plan, order, found, 0)
     found += [*flags.joins(plan, order), *flags.words(plan, order), *flags.exchange_order(plan, order)]
     raced, compared = races(plan, order)
-    return Proof(first_of_each(found + raced), assumptions(plan), REPLAYS, len(order.sequence), compared)
+    return _proof(plan, order, [*found, *raced], compared)
+
+
+def _proof(plan: Plan, order: Order, found: list[Diagnostic | Unordered], compared: int) -> Proof:
+    kept = first_of_each(found)
+    return Proof(
+        findings=tuple(one.diagnostic if isinstance(one, Unordered) else one for one in kept),
+        counterexamples=tuple(counterexample(order, one) for one in kept if isinstance(one, Unordered)),
+        assumptions=assumptions(plan),
+        replays=REPLAYS,
+        nodes=len(order.sequence),
+        accesses=compared,
+    )

@@ -6,6 +6,7 @@ the last read of each chain since. That is enough: as long as no race was found,
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import Collective, Drop, Instruction, Load, Plan, Region, Run, Send, Store
 from stepgraph.planner.verify.cells import Cells, Place, cells_of
-from stepgraph.planner.verify.findings import MAX_FINDINGS, name, place
+from stepgraph.planner.verify.counterexample import Unordered
+from stepgraph.planner.verify.findings import MAX_FINDINGS, name, op_of, place
 from stepgraph.planner.verify.order import Order, Step
 
 
@@ -66,7 +68,7 @@ class _Walk:
         """Of each cell."""
         self.reads: dict[int, dict[int, _Access]] = defaultdict(dict)
         """Of each cell since its last write, by chain."""
-        self.found: list[Diagnostic] = []
+        self.found: list[Diagnostic | Unordered] = []
         self.counts: Counter[tuple[str, int, int]] = Counter()
         self.total = 0
 
@@ -166,6 +168,8 @@ class _Walk:
             )
 
     def race(self, one: _Access, one_writes: bool, two: _Access, two_writes: bool) -> None:
+        if self._turn(two) < self._turn(one):
+            one, one_writes, two, two_writes = two, two_writes, one, one_writes
         is_target = two.place[1] < len(self.plan.targets)
         if one.step.replay != two.step.replay:
             code, when = "E303", f"between replay {one.step.replay} and replay {two.step.replay}"
@@ -180,12 +184,19 @@ class _Walk:
             two,
             f"nothing orders two accesses to {self.buffer(one)}, {when}",
             f"an order between {words[0]} and {words[1]}",
-            "none",
+            "none: the second can run before the first",
             "let an exchange lie between them: more buffers, or a gather before the next send"
             if is_target
             else "let the second wait for an event that is recorded after the first",
             one,
         )
+
+    def _turn(self, access: _Access) -> tuple[int, float]:
+        """When an access is meant to come: by replay, then by the schedule; outputs and drops come last."""
+        item = self.plan.ranks[access.step.rank].instructions[access.step.number]
+        op = op_of(self.plan, item)
+        last = -1.0 if isinstance(item, Load) else math.inf
+        return access.step.replay, last if op is None else op
 
     def buffer(self, access: _Access) -> str:
         owner, number, _ = access.place
@@ -198,14 +209,15 @@ class _Walk:
         self.counts[code, owner, number] += 1
         if self.counts[code, owner, number] <= MAX_FINDINGS:
             where = place(self.plan, at.step) or (place(self.plan, other.step) if other else None)
-            self.found.append(Diagnostic(code, message, where, expected, got, hint))
+            found = Diagnostic(code, message, where, expected, got, hint)
+            self.found.append(Unordered(found, other.step, at.step) if other else found)
 
 
 def _words(region: Region) -> str:
     return f"rows {region.row}:{region.row + region.rows}, columns {region.col}:{region.col + region.cols}"
 
 
-def races(plan: Plan, order: Order) -> tuple[list[Diagnostic], int]:
+def races(plan: Plan, order: Order) -> tuple[list[Diagnostic | Unordered], int]:
     """The races, a few of each memory, and how many accesses were looked at."""
     walk = _Walk(plan, order)
     walk.run()

@@ -1,0 +1,58 @@
+"""An interleaving that shows a finding: two instructions that nothing orders, run in the order that must not happen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+from stepgraph.planner.diagnostics import Diagnostic
+from stepgraph.planner.verify.order import Order, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A stream of a rank runs its next instructions."""
+
+    rank: int
+    stream: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unordered:
+    """A finding: ``first`` should be done before ``second`` starts, and nothing sees to it."""
+
+    diagnostic: Diagnostic
+    first: Step
+    second: Step
+
+    @property
+    def code(self) -> str:
+        return self.diagnostic.code
+
+
+@dataclass(frozen=True, slots=True)
+class Counterexample:
+    """After ``turns``, from the first replay on, the second instruction of ``finding`` has run, and the first has not
+    been done."""
+
+    finding: Unordered
+    turns: tuple[Turn, ...]
+
+
+def counterexample(order: Order, finding: Unordered) -> Counterexample:
+    """Everything that the second instruction has to wait for, in an order that keeps all edges, and then itself: the
+    first is not among it."""
+    second = finding.second
+    clock = order.clocks[order.clock[second.rank][order.at(second)]]
+    own, start = order.chain(second), order.started[second.rank][order.at(second)]
+
+    def comes_first(step: Step) -> bool:
+        chain, position = order.chain(step), order.started[step.rank][order.at(step)]
+        return position < start if chain == own else position <= clock[chain]
+
+    names = order.plan.streams
+    steps = [*(step for step in order.sequence if comes_first(step)), second]
+    streams = [(step.rank, order.plan.ranks[step.rank].instructions[step.number].stream) for step in steps]
+    turns = tuple(Turn(rank, names[stream], len(list(run))) for (rank, stream), run in groupby(streams))
+    return Counterexample(finding, turns)
