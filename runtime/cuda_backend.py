@@ -50,8 +50,6 @@ class CudaBackend:
         self.groups = self._groups(weights, eager)
         self.eager_because = "eager was asked for" if eager else ""
         self.watcher: Watcher | None = None
-        self.stages = group.together("making stages", lambda: make_stages(plan, self.rank, stages))
-        self.parameters = ParameterWatch(stages)
         self.streams = tuple(
             # Copies first: a priority is kept on kernels only, and costs nothing.
             torch.cuda.Stream(self.device, priority=0 if number == 0 else -1)
@@ -60,12 +58,22 @@ class CudaBackend:
         self.loads = [item for item in plan.ranks[self.rank].instructions if isinstance(item, Load)]
         self.rescue = torch.cuda.Stream(self.device, priority=-1)
         self.worker: CudaRank | None = None
+        self.channel: Channel | None = None
         self.captured: Capture | None = None
         self.taken: torch.cuda.Event | None = None
         """When the caller's stream has taken the last outputs."""
         self.one_at_a_time = threading.Lock()
         choices = (SoloTransport(self.device, plan.world_size),) if solo else transports(self.device)
-        found, passed_over = group.choose("auto" if solo else plan.transport, choices, self._attempt)
+        try:
+            self.stages = group.together("making stages", lambda: make_stages(plan, self.rank, stages))
+            self.parameters = ParameterWatch(stages)
+            found, passed_over = group.choose("auto" if solo else plan.transport, choices, self._attempt)
+        except group.StuckError:
+            raise  # what still runs uses everything
+        except Exception:
+            self._let_go()
+            self._leave_groups()
+            raise
         self.facts = self._facts(found, passed_over)
         log.info("rank %d of %s: %s", self.rank, plan.name, self.facts)
 
@@ -102,8 +110,9 @@ class CudaBackend:
         block = group.attempt("allocating the arena", lambda: transport.reserve(block_bytes(self.plan)))
         memory = group.attempt("mapping peers' memory", lambda: transport.connect(block))
         site = RankSite(self.plan, self.rank, memory, self.streams, self.rescue, self.groups)
-        self.channel: Channel = group.together("preparing handshakes", lambda: transport.channel(site))
-        self.worker = group.together("preparing buffers", lambda: CudaRank(site, self.channel))
+        channel = group.together("preparing handshakes", lambda: transport.channel(site))
+        self.channel = channel
+        self.worker = group.together("preparing buffers", lambda: CudaRank(site, channel))
         group.together("warming stages", lambda: self._rehearse(block))
         self._meet()
         if not self.eager_because:
@@ -133,7 +142,7 @@ class CudaBackend:
         """Issue the step with nobody there: what it sends goes into this rank's own block, and it answers its own
         waits. Loads every kernel and warms every library handle while no wait depends on a peer."""
         assert self.worker is not None
-        real = self.worker.site
+        real, channel = self.worker.site, self.worker.channel
         alone = PeerMemory(block, (block.data_ptr(),) * self.plan.world_size, None)
         site = RankSite(self.plan, self.rank, alone, self.streams, self.rescue, self.groups)
         rehearsal = MappedChannel(site, answers=True)
@@ -144,7 +153,7 @@ class CudaBackend:
         self._issue()
         torch.cuda.synchronize(self.device)
         rehearsal.clear()
-        self.worker.site, self.worker.channel, self.worker.alone = real, self.channel, False
+        self.worker.site, self.worker.channel, self.worker.alone = real, channel, False
 
     def _capture(self) -> Capture:
         assert self.worker is not None
@@ -226,6 +235,7 @@ class CudaBackend:
             answers = group.everyone("" if over else "late" if time.monotonic() < limit else "stuck")
             if "stuck" in answers or not any(answers):
                 return "stuck" not in answers
+            assert self.channel is not None
             self.channel.release()
             time.sleep(0.01)
 
@@ -278,7 +288,10 @@ class CudaBackend:
         flag that reaches this rank's memory was waited for by its own last step."""
         torch.cuda.synchronize(self.device)
         self._let_go()
-        if dist.is_initialized():
+        self._leave_groups()
+
+    def _leave_groups(self) -> None:
+        if dist.is_initialized():  # else they went with the default group
             for made in self.groups.values():
                 if made is not None:
                     dist.destroy_process_group(made)
@@ -287,8 +300,7 @@ class CudaBackend:
         self.captured = None
         if self.worker is not None:
             self.worker.let_go()
-        self.worker = None
-        del self.channel
+        self.worker = self.channel = None
 
 
 def _versions() -> str:
