@@ -12,6 +12,7 @@ from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import ExchangeKind, Plan, Protocol
 from stepgraph.planner.verify import flags
 from stepgraph.planner.verify.coverage import coverage
+from stepgraph.planner.verify.drops import drops
 from stepgraph.planner.verify.findings import first_of_each, name, place
 from stepgraph.planner.verify.order import order_of
 from stepgraph.planner.verify.races import races
@@ -62,7 +63,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
 def prove(plan: Plan) -> Proof:
     """Check every rule of the plan. Findings are errors; a plan without any is proven, under the assumptions."""
     order = order_of(plan, REPLAYS)
-    found = [*flags.events(plan), *flags.spans(plan), *coverage(plan)]
+    found = [*flags.events(plan), *flags.spans(plan), *coverage(plan), *drops(plan)]
     if order.stuck:
         heads = "; ".join(name(plan, step) for step in order.stuck)
         found.append(
