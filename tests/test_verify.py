@@ -201,7 +201,8 @@ def test_drop_twice_or_of_what_is_not_there_or_elsewhere(plan: Plan) -> None:
         twice = [*items[:at], drop, *items[at:]]
         elsewhere = [*items[:at], Record(0, 10_000), WaitEvent(1, 10_000), replace(drop, stream=1), *items[at + 1 :]]
         early = [*items[:maker], drop, *items[maker:at], *items[at + 1 :]]
-        for wrong in (twice, elsewhere, early):
+        used = [*items[: maker + 1], drop, *items[maker + 1 : at], *items[at + 1 :]]
+        for wrong in (twice, elsewhere, early, used):
             changed = with_program(whole, rank, wrong)
             assert codes(changed) == {"E304"}
             assert any(fault_of(changed, seed) for seed in range(3))

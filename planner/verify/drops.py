@@ -8,6 +8,7 @@ from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import Collective, Drop, Instruction, Load, Plan, RankProgram, Run
 from stepgraph.planner.verify.findings import name, place
 from stepgraph.planner.verify.order import Step
+from stepgraph.planner.verify.races import accesses
 
 
 def _makes(program: RankProgram, item: Instruction) -> tuple[int, ...]:
@@ -23,24 +24,41 @@ def _makes(program: RankProgram, item: Instruction) -> tuple[int, ...]:
 
 
 def drops(plan: Plan) -> Iterator[Diagnostic]:
-    """E304 for a tensor that is dropped twice, or is not there, or is dropped on another stream than its own: its bytes
-    go to the next allocation on the stream on which they were allocated, whatever the drop waited for."""
+    """E304 for a tensor that is used after its drop, in the order of issue; and for a drop of what is not there, or on
+    another stream than its own: the bytes go to the next allocation on the stream on which they were allocated,
+    whatever the drop has waited for. A tensor without elements may be gone too early like any other."""
     for rank, program in enumerate(plan.ranks):
         owner: dict[int, int] = {}
-        """The stream of each buffer that is there, in the order of issue."""
+        """The stream of each buffer that is there."""
+        gone: set[int] = set()
         for number, item in enumerate(program.instructions):
+            step = Step(rank, 0, number)
             if not isinstance(item, Drop):
-                owner |= dict.fromkeys(_makes(program, item), item.stream)
+                made = _makes(program, item)
+                used = {
+                    b for (at, b, _), writes in accesses(plan, rank, item) if at == rank and not (writes and b in made)
+                }
+                for buffer in sorted(used & gone):
+                    yield Diagnostic(
+                        "E304",
+                        f"{program.buffers[buffer].name} of rank {rank} is used after its drop",
+                        place(plan, step),
+                        f"{name(plan, step)} before the drop",
+                        "after it, in the order of issue",
+                        "drop it after its last use",
+                    )
+                gone -= set(made)
+                owner |= dict.fromkeys(made, item.stream)
                 continue
             stream = owner.pop(item.buffer, None)
+            gone.add(item.buffer)
             if stream != item.stream:
-                step, title = Step(rank, 0, number), program.buffers[item.buffer].name
-                there = "not there" if stream is None else f"made on stream {plan.streams[stream]}"
+                there = "is not there" if stream is None else f"was made on stream {plan.streams[stream]}"
                 yield Diagnostic(
                     "E304",
-                    f"{title} of rank {rank} is dropped where it can't be",
+                    f"{program.buffers[item.buffer].name} of rank {rank} is dropped where it can't be",
                     place(plan, step),
                     "one drop behind what makes it, on the same stream",
-                    f"{name(plan, step)}, and the tensor is {there}",
+                    f"{name(plan, step)}; the tensor {there}",
                     "drop it once, on the stream on which it was made",
                 )
