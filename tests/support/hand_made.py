@@ -63,6 +63,8 @@ class Draft:
     exchanges: list[Exchange] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     """The first flag slot of each exchange; a slot a writer."""
+    one_word: set[int] = field(default_factory=set)
+    """Exchanges whose writers all use the first slot."""
     targets: list[tuple[str, int]] = field(default_factory=list)
     """(name, group)."""
 
@@ -92,6 +94,9 @@ class Draft:
         """An op that fills ``target`` from all members of its group."""
         op = self.op("all_gather", name)
         return Moving(op, self.exchange(name, self.targets[target][1], protocol, op), target)
+
+    def slot(self, exchange: int, writer: int) -> int:
+        return self.slots[exchange] + (0 if exchange in self.one_word else writer)
 
     def members(self, exchange: int) -> tuple[int, ...]:
         return self.groups[self.exchanges[exchange].group]
@@ -192,10 +197,10 @@ class Rank:
         return [member for member in self.draft.members(exchange) if member != self.rank]
 
     def _own(self, exchange: int) -> tuple[Flag, ...]:
-        return tuple(Flag(peer, self.draft.slots[exchange] + peer) for peer in self._others(exchange))
+        return tuple(Flag(peer, self.draft.slot(exchange, peer)) for peer in self._others(exchange))
 
     def signal(self, stream: int, exchange: int) -> None:
-        slot = self.draft.slots[exchange] + self.rank
+        slot = self.draft.slot(exchange, self.rank)
         self.items.append(Signal(stream, exchange, tuple(Flag(peer, slot) for peer in self._others(exchange))))
 
     def wait(self, stream: int, exchange: int) -> None:
