@@ -56,6 +56,7 @@ def drafts(draw: st.DrawFn) -> tuple[Draft, tuple[Round, ...]]:
     rounds = []
     for number in range(count := draw(st.sampled_from([1, 2, 2, 3] if world == 2 else [1, 2]))):
         make = draft.op("call", f"make {number}")
+        protocol = draw(st.sampled_from(PROTOCOLS)) if draw(st.integers(0, 7)) == 0 else protocol
         way = None if draw(st.integers(0, 7)) == 0 else protocol
         moving = None
         closing = 0 < number == count - 1 and draw(st.booleans())

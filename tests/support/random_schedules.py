@@ -15,7 +15,7 @@ from stepgraph.planner.schedule import read_schedule
 
 HEAD = """version: 1
 name: random
-model: {{layers: {layers}, hidden: 4, heads: {heads}, head_dim: 2, ffn: 4, dtype: float32}}
+model: {{layers: {layers}, hidden: 4, heads: {heads}, kv_heads: {kv_heads}, head_dim: 2, ffn: 4, dtype: float32}}
 mesh: {{{mesh}}}
 shape: {{seq: {seq}}}
 inputs:
@@ -135,9 +135,11 @@ def schedules(draw: st.DrawFn, axes_of: Sequence[Axes] = ANY) -> str:
         block.mlp()
     text = "\n".join(block.lines)
     rotated = "rope: rope" in text
+    heads = axes.tensor * (axes.ulysses + draw(st.integers(0, 1)))
     return HEAD.format(
         layers=draw(st.integers(1, 3 if axes.ulysses * axes.tensor == 2 else 2)),
-        heads=axes.tensor * (axes.ulysses + draw(st.integers(0, 1))),
+        heads=heads,
+        kv_heads=axes.tensor if draw(st.integers(0, 3)) == 0 else heads,
         mesh=", ".join(draw(st.permutations(names))),
         seq=draw(st.integers(axes.ulysses - 1, axes.ulysses + 2)) or 1,
         streams=draw(st.sampled_from(["compute: {}, copy: {}", "compute: {}, copy: {}", "compute: {}"])),
