@@ -147,8 +147,9 @@ CODES: dict[str, Entry] = {
     ),
     "E304": Entry(
         "dropped too early",
-        "A tensor's memory is given back while an op still uses it, or before one does.",
-        "Drop it where its own stream has waited for all readers.",
+        "A tensor's memory is given back while an op still uses it, or before one does, or twice, or on another stream "
+        "than the one on which it was made: the next allocation there may take it at once.",
+        "Drop it once, where its own stream has waited for all readers.",
     ),
     "E305": Entry(
         "too few buffers",

@@ -148,6 +148,9 @@ class _Instructions:
                 for number in (*item.inputs, *item.outputs):
                     self.view(number)
                 _need(bool(item.outputs), "a stage without outputs")
+                _need(
+                    min(program.made_by(item), default=len(plan.targets)) >= len(plan.targets), "a stage makes a target"
+                )
             case Send():
                 self.send(item)
             case Signal() | Wait() | Reset():
@@ -168,6 +171,7 @@ class _Instructions:
                 batch, rows, cols = plan.inputs[item.input].box
                 _need(item.batch >= 0 and item.batch + buffer.batch <= batch, "the batches of an input")
                 _inside(item.region, rows, cols, "the share of an input")
+                _need(view.buffer >= len(plan.targets), "an input is loaded into a target")
                 alike = (item.region.rows, item.region.cols) == (view.region.rows, view.region.cols)
                 _need(alike, "an input and its view differ in shape")
             case Store():

@@ -76,6 +76,8 @@ class RankQueues:
         self.events: dict[int, Ints] = {}
         self.recorded: set[int] = set()
         """Events whose record has been issued."""
+        self.made_on: dict[int, int] = {}
+        """The stream on which each local tensor was allocated last."""
         self.exchange_order: list[int] = []
         self.exchange_parts: dict[int, int] = {}
         """How many instructions each exchange has here."""
@@ -205,6 +207,10 @@ class RankQueues:
         if conflict is not None:
             self.world.conflict(owner, buffer, conflict)
 
+    def allocate(self, stream: int, buffer: int, result: Tensor | None = None) -> None:
+        self.memory.allocate(buffer, result)
+        self.made_on[buffer] = stream
+
     def _add(
         self, stream: int, number: int, what: str, run: Callable[[], None], ready: Callable[[], bool] = lambda: True
     ) -> None:
@@ -224,7 +230,7 @@ class RankQueues:
         def run() -> None:
             whole = self.inputs[load.input].reshape(spec.box)[load.batch : load.batch + batch]
             share = whole[:, at.row : at.row + at.rows, at.col : at.col + at.cols]
-            self.memory.allocate(view.buffer, share.clone())
+            self.allocate(load.stream, view.buffer, share.clone())
             self.write(load.stream, view.buffer, view.region)
 
         self._add(load.stream, number, f"load {spec.name}", run)
@@ -248,7 +254,7 @@ class RankQueues:
                 self.read(run.stream, view.buffer, view.region)
             results = call_stage(self.plan, self.rank, run, stage, [self.memory.view(view) for view in inputs])
             for buffer, result in results:
-                self.memory.allocate(buffer, result)
+                self.allocate(run.stream, buffer, result)
             for view in outputs:
                 self.write(run.stream, view.buffer, view.region)
 
@@ -342,7 +348,7 @@ class RankQueues:
                 self.world.movements.note(moved, self.rank, self.replay, source)
             for buffer in dict.fromkeys(self.program.views[part.view].buffer for part in collective.incoming):
                 if buffer >= len(self.plan.targets):
-                    self.memory.allocate(buffer)
+                    self.allocate(collective.stream, buffer)
             for part in collective.incoming:
                 self.write(collective.stream, self.program.views[part.view].buffer, part.region)
             # Members learn that this rank has started, not that it is done with its parts.
@@ -424,6 +430,10 @@ class RankQueues:
         def run() -> None:
             if drop.buffer not in self.memory.tensors or drop.buffer in self.memory.dropped:
                 self.world.report.fault("dropped", f"rank {self.rank} drops {found.name}, which is not there")
+            elif self.made_on.get(drop.buffer, drop.stream) != drop.stream:
+                self.world.report.fault(
+                    "dropped", f"rank {self.rank} drops {found.name} on another stream than its own"
+                )
             self.write(drop.stream, drop.buffer, Region(0, found.rows, 0, found.cols))
             self.memory.drop(drop.buffer)
 

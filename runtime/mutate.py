@@ -93,10 +93,9 @@ class _Change:
     def drop_word(self) -> Plan | None:
         """One word of a signal, wait or reset."""
         number = self.pick(Signal, Wait, Reset)
-        if number is None:
+        item = None if number is None else self.items[number]
+        if number is None or not isinstance(item, Signal | Wait | Reset) or not item.flags:
             return None
-        item = self.items[number]
-        assert isinstance(item, Signal | Wait | Reset)
         lost = self.chance.choice(item.flags)
         fewer = replace(item, flags=tuple(flag for flag in item.flags if flag != lost))
         return with_program(self.plan, self.rank, [*self.items[:number], fewer, *self.items[number + 1 :]])
@@ -199,7 +198,7 @@ def mutants(plan: Plan, count: int, seed: int) -> Iterator[Mutant]:
     chance, kinds, made = random.Random(seed), list(KINDS), 0
     while made < count and kinds:
         for kind in list(kinds):
-            found = _one(plan, kind, chance)
+            found = mutant_of(plan, kind, chance)
             if found is None:
                 kinds.remove(kind)
                 continue
@@ -209,7 +208,8 @@ def mutants(plan: Plan, count: int, seed: int) -> Iterator[Mutant]:
                 return
 
 
-def _one(plan: Plan, kind: str, chance: random.Random) -> Mutant | None:
+def mutant_of(plan: Plan, kind: str, chance: random.Random) -> Mutant | None:
+    """One mutant of one of ``KINDS``; None where no draw has led anywhere."""
     for _ in range(MAX_TRIES):
         change = _Change(plan, chance)
         changed = KINDS[kind](change)

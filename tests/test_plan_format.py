@@ -97,6 +97,10 @@ def instruction(document: Any, do: str) -> Any:
     return next(i for i in document["plan"]["ranks"][1]["instructions"] if i["do"] == do)
 
 
+def view_of_target(document: Any) -> int:
+    return next(n for n, v in enumerate(document["plan"]["ranks"][1]["views"]) if v["buffer"] == 0)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -110,6 +114,8 @@ def instruction(document: Any, do: str) -> Any:
         lambda d: instruction(d, "signal")["flags"][0].update(slot=10_000),
         lambda d: instruction(d, "drop").update(buffer=0),
         lambda d: instruction(d, "load").update(batch=1),
+        lambda d: instruction(d, "run").update(outputs=[view_of_target(d)]),
+        lambda d: d["plan"]["ranks"][1]["views"][instruction(d, "load")["view"]].update(buffer=0),
         lambda d: instruction(d, "store").update(output=1),
         lambda d: d["plan"]["targets"][0].update(offset=1),
         lambda d: d["plan"]["targets"][0].update(offset=1 << 40),

@@ -21,6 +21,10 @@ PLANS: dict[str, tuple[str, dict[str, str]]] = {
         {"mesh__ulysses": "2", "shape__seq": "5", "defaults__gather__via": "copy", "defaults__handshake": "copy"},
     ),
     "sums": ("minimax_h3_tp2_u2", {"mesh__ulysses": "1", "shape__seq": "3", "defaults__all_reduce__via": "copy"}),
+    "collectives": (
+        "minimax_h3_tp2_u2",
+        {"mesh__ulysses": "2", "mesh__tensor": "1", "shape__seq": "5", "defaults__gather__via": "nccl"},
+    ),
     "three ranks": ("quickstart", {"mesh__ulysses": "3", "shape__seq": "5"}),
 }
 ORDER = {"E301", "E302", "E303", "E401", "E405"}

@@ -12,6 +12,7 @@ from stepgraph.planner.plan import (
     Collective,
     Drop,
     Instruction,
+    Load,
     Plan,
     Record,
     Region,
@@ -183,6 +184,33 @@ def test_drop_while_another_stream_still_reads(plan: Plan) -> None:
     rope = next(n for n, i in enumerate(items) if isinstance(i, Run) and plan.ops[i.op].kind == "norm_rope")
     early = [*items[: rope + 1], items[drop], *items[rope + 1 : drop], *items[drop + 1 :]]
     assert "E304" in codes(with_program(plan, 0, early))
+
+
+def test_drop_twice_or_of_what_is_not_there_or_elsewhere(plan: Plan) -> None:
+    """Also of a tensor without elements, whose bytes nobody touches. Runs see each of them too."""
+    empty = stepgraph.compile("quickstart", TINY | {"shape.seq": 3})
+    for whole, rank in ((plan, 0), (empty, 3)):
+        items = items_of(whole, rank)
+        at = next(n for n, i in enumerate(items) if isinstance(i, Drop) and i.stream == 0)
+        drop = items[at]
+        assert isinstance(drop, Drop)
+        assert (whole.ranks[rank].buffers[drop.buffer].rows == 0) == (whole is empty)
+        maker = next(
+            n for n, i in enumerate(items) if isinstance(i, Run | Load) and drop.buffer in made(whole, rank, i)
+        )
+        twice = [*items[:at], drop, *items[at:]]
+        elsewhere = [*items[:at], Record(0, 10_000), WaitEvent(1, 10_000), replace(drop, stream=1), *items[at + 1 :]]
+        early = [*items[:maker], drop, *items[maker:at], *items[at + 1 :]]
+        used = [*items[: maker + 1], drop, *items[maker + 1 : at], *items[at + 1 :]]
+        for wrong in (twice, elsewhere, early, used):
+            changed = with_program(whole, rank, wrong)
+            assert codes(changed) == {"E304"}
+            assert any(fault_of(changed, seed) for seed in range(3))
+
+
+def made(plan: Plan, rank: int, item: Run | Load) -> tuple[int, ...]:
+    program = plan.ranks[rank]
+    return (program.views[item.view].buffer,) if isinstance(item, Load) else program.made_by(item)
 
 
 def test_deadlock_of_a_wait_that_nothing_satisfies(plan: Plan) -> None:

@@ -16,7 +16,7 @@ CODES = {
     "E301": "race on a target",
     "E302": "race on local memory",
     "E303": "race at the wrap from one replay to the next",
-    "E304": "memory is dropped before its last use is done",
+    "E304": "memory is dropped before its last use is done, twice, or on another stream than its own",
     "E306": "data is overwritten before it is read",
     "E307": "data is read before it is written",
     "E401": "deadlock",

@@ -13,6 +13,7 @@ from stepgraph.planner.plan import ExchangeKind, Plan, Protocol
 from stepgraph.planner.verify import flags
 from stepgraph.planner.verify.counterexample import Counterexample, Unordered, counterexample
 from stepgraph.planner.verify.coverage import coverage
+from stepgraph.planner.verify.drops import drops
 from stepgraph.planner.verify.findings import first_of_each, name, place
 from stepgraph.planner.verify.order import Order, order_of
 from stepgraph.planner.verify.races import races
@@ -65,7 +66,12 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
 def prove(plan: Plan) -> Proof:
     """Check every rule of the plan. Findings are errors; a plan without any is proven, under the assumptions."""
     order = order_of(plan, REPLAYS)
-    found: list[Diagnostic | Unordered] = [*flags.events(plan), *flags.spans(plan), *coverage(plan)]
+    found: list[Diagnostic | Unordered] = [
+        *flags.events(plan),
+        *flags.spans(plan),
+        *coverage(plan),
+        *drops(plan),
+    ]
     if order.stuck:
         heads = "; ".join(name(plan, step) for step in order.stuck)
         found.append(

@@ -92,11 +92,8 @@ class _Walk:
         chain, others = access.chain, self.overlaps.get(cell, ())
         last = self.written.get(cell)
         ordered = last is None or last.chain == chain or clock[last.chain] >= last.position
-        if last is not None:
-            if not ordered:
-                self.race(last, True, access, writes)
-            if last.step is not access.step:
-                self.after_drop(last, access)
+        if last is not None and not ordered:
+            self.race(last, True, access, writes)
         for other in others:
             near = self.written.get(other)
             if near is not None and near.chain != chain and clock[near.chain] < near.position:
@@ -154,18 +151,6 @@ class _Walk:
 
     def _op(self, access: _Access) -> object:
         return getattr(self.plan.ranks[access.step.rank].instructions[access.step.number], "op", None)
-
-    def after_drop(self, last: _Access, access: _Access) -> None:
-        drops = isinstance(self.plan.ranks[last.step.rank].instructions[last.step.number], Drop)
-        if drops and last.step.replay == access.step.replay:
-            self.note(
-                "E304",
-                access,
-                f"{self.buffer(access)} is used after its drop",
-                f"{name(self.plan, access.step)} before {name(self.plan, last.step)}",
-                "after it",
-                "drop it after its last use",
-            )
 
     def race(self, one: _Access, one_writes: bool, two: _Access, two_writes: bool) -> None:
         if self._turn(two) < self._turn(one):

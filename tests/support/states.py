@@ -2,18 +2,21 @@
 
 An instruction happens at once. A plan is unsafe where some order of things ends in a deadlock, loses a signal, or lets
 an instruction read something else than another order does. Instructions that touch what no other stream touches are run
-as soon as they can be: they commute with everything.
+as soon as they can be: they commute with everything. A collective happens twice, at its start and at its finish, which
+comes when every member has started: it reads and writes at both.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from stepgraph.planner.plan import Plan, Protocol, Record, Reset, Signal, Wait, WaitEvent
+from stepgraph.planner.plan import Collective, Instruction, Plan, Protocol, Record, Reset, Signal, Wait, WaitEvent
 
 from support.all_pairs import touched
 
 State = tuple[tuple[int, ...], tuple[int, ...], tuple[object, ...]]
 """(positions of the chains, flag words, what each shared piece of memory holds)."""
+Entry = tuple[int, bool]
+"""The number of an instruction, and whether this is the finish of a collective."""
 
 
 @dataclass
@@ -28,20 +31,25 @@ class Search:
 class _Machine:
     def __init__(self, plan: Plan, replays: int) -> None:
         self.plan, self.replays, self.width = plan, replays, len(plan.streams)
-        self.programs: list[list[int]] = [[] for _ in range(plan.world_size * self.width)]
+        self.programs: list[list[Entry]] = [[] for _ in range(plan.world_size * self.width)]
         for rank, program in enumerate(plan.ranks):
             for number, item in enumerate(program.instructions):
-                self.programs[rank * self.width + item.stream].append(number)
+                entries = [(number, False), (number, True)] if isinstance(item, Collective) else [(number, False)]
+                self.programs[rank * self.width + item.stream] += entries
         self.records: dict[tuple[int, int], tuple[int, int]] = {}
         """(rank, event) -> (chain, place in its program)."""
+        self.starts: dict[tuple[int, int], tuple[int, int]] = {}
+        """(rank, exchange) -> likewise, of a collective."""
         words: dict[tuple[int, int], int] = {}
         self.resets: dict[tuple[int, int], set[int]] = defaultdict(set)
         for chain, numbers in enumerate(self.programs):
-            for place, number in enumerate(numbers):
+            for place, (number, finish) in enumerate(numbers):
                 item = self.item(chain, number)
                 rank = chain // self.width
                 if isinstance(item, Record):
                     self.records[rank, item.event] = (chain, place)
+                elif isinstance(item, Collective) and not finish:
+                    self.starts[rank, item.exchange] = (chain, place)
                 elif isinstance(item, Signal | Wait | Reset):
                     for flag in item.flags:
                         words.setdefault((flag.peer if isinstance(item, Signal) else rank, flag.slot), len(words))
@@ -52,14 +60,14 @@ class _Machine:
         self.seen: dict[object, object] = {}
         """What an instruction of a replay has read, in the first order in which it ran."""
 
-    def item(self, chain: int, number: int):
+    def item(self, chain: int, number: int) -> Instruction:
         return self.plan.ranks[chain // self.width].instructions[number]
 
     def _pieces(self):
         """The coarsest pieces of memory that accesses touch whole, of those that two chains touch and one writes."""
         accesses: dict[object, list[tuple[int, int, int, bool]]] = defaultdict(list)
         for chain, numbers in enumerate(self.programs):
-            for number in numbers:
+            for number in dict.fromkeys(number for number, _ in numbers):
                 for where, bits, writes in touched(self.plan, chain // self.width, number):
                     if bits:
                         accesses[where].append((chain, number, bits, writes))
@@ -82,8 +90,8 @@ class _Machine:
                     count += 1
         return reads, writes_of, count
 
-    def head(self, state: State, chain: int) -> int | None:
-        """The number of the instruction that a chain is at; None where it must wait for its rank, or has ended."""
+    def head(self, state: State, chain: int) -> Entry | None:
+        """What a chain is at; None where it must wait for its rank, or has ended."""
         length, at = len(self.programs[chain]), state[0][chain]
         if not length or at == self.replays * length:
             return None
@@ -93,21 +101,26 @@ class _Machine:
                 return None
         return self.programs[chain][at % length]
 
-    def enabled(self, state: State, chain: int, number: int) -> bool:
-        item, rank = self.item(chain, number), chain // self.width
+    def reached(self, state: State, replay: int, at: tuple[int, int] | None) -> bool:
+        """Whether a place of a chain is behind it in a replay; never, where there is no such place."""
+        return at is not None and state[0][at[0]] > replay * len(self.programs[at[0]]) + at[1]
+
+    def enabled(self, state: State, chain: int, entry: Entry) -> bool:
+        item, rank = self.item(chain, entry[0]), chain // self.width
         replay = state[0][chain] // len(self.programs[chain])
         if isinstance(item, WaitEvent):
-            if (rank, item.event) not in self.records:
-                return False
-            other, place = self.records[rank, item.event]
-            return state[0][other] > replay * len(self.programs[other]) + place
+            return self.reached(state, replay, self.records.get((rank, item.event)))
         if isinstance(item, Wait):
             kernel = self.plan.exchanges[item.exchange].protocol is Protocol.KERNEL
             found = [state[1][self.words[rank, flag.slot]] for flag in item.flags]
             return all(word > replay if kernel else word == 1 for word in found)
+        if isinstance(item, Collective) and entry[1]:
+            group = self.plan.groups[self.plan.exchanges[item.exchange].group]
+            return all(self.reached(state, replay, self.starts.get((member, item.exchange))) for member in group)
         return True
 
-    def private(self, chain: int, number: int) -> bool:
+    def private(self, chain: int, entry: Entry) -> bool:
+        number = entry[0]
         item = self.item(chain, number)
         if isinstance(item, Signal | Reset):
             return False
@@ -116,7 +129,8 @@ class _Machine:
             return all(self.resets[rank, flag.slot] <= {chain} for flag in item.flags)
         return not self.reads[chain, number] and not self.writes[chain, number]
 
-    def step(self, state: State, chain: int, number: int, search: Search) -> State:
+    def step(self, state: State, chain: int, entry: Entry, search: Search) -> State:
+        number = entry[0]
         positions, words, memory = list(state[0]), list(state[1]), list(state[2])
         item, rank = self.item(chain, number), chain // self.width
         replay = positions[chain] // len(self.programs[chain])
@@ -130,12 +144,12 @@ class _Machine:
         elif isinstance(item, Reset):
             for flag in item.flags:
                 words[self.words[rank, flag.slot]] = 0
-        key = (chain, number, replay)
+        key = (chain, *entry, replay)
         found = tuple(memory[piece] for piece in self.reads[chain, number])
         if self.seen.setdefault(key, found) != found:
             search.wrong.add("reads differ")
         for piece in self.writes[chain, number]:
-            memory[piece] = key
+            memory[piece] = (chain, number, replay)
         positions[chain] += 1
         return tuple(positions), tuple(words), tuple(memory)
 
@@ -145,15 +159,15 @@ class _Machine:
         while moved:
             moved = False
             for chain in range(len(self.programs)):
-                number = self.head(state, chain)
-                while number is not None and self.private(chain, number) and self.enabled(state, chain, number):
-                    state, moved = self.step(state, chain, number, search), True
-                    number = self.head(state, chain)
+                entry = self.head(state, chain)
+                while entry is not None and self.private(chain, entry) and self.enabled(state, chain, entry):
+                    state, moved = self.step(state, chain, entry, search), True
+                    entry = self.head(state, chain)
         return state
 
 
 def search(plan: Plan, replays: int = 2, limit: int = 20_000) -> Search:
-    """Look at every state that a plan without collectives can be in, up to a limit; stops at the first thing wrong."""
+    """Look at every state that a plan can be in, up to a limit; stops at the first thing wrong."""
     machine, found = _Machine(plan, replays), Search()
     start: State = (
         tuple(0 for _ in machine.programs),
