@@ -144,7 +144,22 @@ def command(file: str, rank: int, svg: str | None, settings: tuple[str, ...], st
     over = plan.arena_bytes / plan.arena_lower_bound - 1 if plan.arena_lower_bound else 0
     gap = f"{100 * over:.1f} % over" if over > 0 else "equal to"
     click.echo(f"arena {plan.arena_bytes} bytes, {gap} the lower bound of {plan.arena_lower_bound}")
-    click.echo(f"flags {plan.flag_slots} words of 8 bytes, none of them shared")
+    shared = _shared_words(plan)
+    words = f"{shared} of them shared by exchanges" if shared else "none of them shared"
+    click.echo(f"flags {plan.flag_slots} words of 8 bytes, {words}")
     if svg:
         click.echo(f"drawn into {svg}")
     return 0
+
+
+def _shared_words(plan: Plan) -> int:
+    """How many words of all ranks more than one exchange waits for."""
+    from stepgraph.planner.plan import Wait
+
+    users: dict[tuple[int, int], set[int]] = {}
+    for rank, program in enumerate(plan.ranks):
+        for item in program.instructions:
+            if isinstance(item, Wait):
+                for flag in item.flags:
+                    users.setdefault((rank, flag.slot), set()).add(item.exchange)
+    return sum(len(exchanges) > 1 for exchanges in users.values())
