@@ -275,3 +275,14 @@ def test_repaired_plan_is_proven_and_goes_right(hazard: Callable[[bool], Plan]) 
     found = opinions(hazard(True), seeds=40, states=2_000)
     assert found.codes == set()
     assert not found.unsafe, found
+
+
+def test_a_step_may_end_with_a_collective() -> None:
+    """It takes two moments, its start and its finish, and is joined at its finish like any other last instruction."""
+    draft = Draft((1, 1), streams=("compute",))
+    make, moving = draft.op("call", "make"), draft.move("move", draft.target("t"), protocol=None)
+    for rank in draft.ranks:
+        rank.collective(COMPUTE, moving, rank.make(COMPUTE, make))
+    found = opinions(draft.plan(), seeds=10, states=2_000)
+    assert found.codes == set()
+    assert found.safe

@@ -45,8 +45,8 @@ def outcomes_of(family: str, count: int, states: int) -> Counter[tuple[str, str]
 
 
 def test_verifier_and_oracles_agree_on_random_plans() -> None:
-    counts = {"compiled": 10, "compiled, edited": 14, "hand-made": 20, "hand-made, edited": 20}
-    found = sum((outcomes_of(family, count, states=1_500) for family, count in counts.items()), Counter())
+    counts = {"compiled": 8, "compiled, edited": 14, "hand-made": 20, "hand-made, edited": 20}
+    found = sum((outcomes_of(family, count, states=1_000) for family, count in counts.items()), Counter())
     assert found.total() >= 60
     assert found["proven", "safe"] >= 12
     assert found["refused", "unsafe"] >= 24

@@ -61,7 +61,7 @@ class Order:
         """Whether ``first`` is done before ``second`` starts, or is it."""
         chain = self.chain(first)
         if chain == self.chain(second):
-            return self.done(first) <= self.started[second.rank][self.at(second)]
+            return first == second or self.done(first) <= self.started[second.rank][self.at(second)]
         return self.clocks[self.clock[second.rank][self.at(second)]][chain] >= self.done(first)
 
 

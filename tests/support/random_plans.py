@@ -174,5 +174,5 @@ def opinions(plan: Plan, seeds: int, states: int, replays: int = 2) -> Opinions:
     """Ask all three."""
     codes = frozenset(finding.code for finding in prove(plan).findings)
     seen = next((found for seed in range(seeds) if (found := seen_by_running(plan, seed))), None)
-    found = search(plan, replays, states)
-    return Opinions(codes, seen, frozenset(found.wrong), found.exhausted or bool(found.wrong))
+    outcome = search(plan, replays, states)
+    return Opinions(codes, seen, frozenset(outcome.wrong), outcome.exhausted or bool(outcome.wrong))

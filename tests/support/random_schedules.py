@@ -77,8 +77,8 @@ class _Block:
             self.add(f"linear: {{name: qkv, in: h, out: {{{out}}}{self.axes.split}}}")
         else:
             for name in order:
-                heads = "heads" if name == "q" else "kv_heads"
-                self.add(f"linear: {{name: to_{name}, in: h, out: {{{name}: {heads}}}{self.axes.split}}}")
+                width = "heads" if name == "q" else "kv_heads"
+                self.add(f"linear: {{name: to_{name}, in: h, out: {{{name}: {width}}}{self.axes.split}}}")
         return order
 
     def sends(self, order: Sequence[str]) -> None:
