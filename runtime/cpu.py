@@ -17,8 +17,9 @@ from stepgraph.kernels.stages import StageMaker
 from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.verify.counterexample import Turn
+from stepgraph.runtime.cpu_collective import Rendezvous
 from stepgraph.runtime.cpu_memory import Movements, Race, RankMemory, Report, describe, fresh_clock
-from stepgraph.runtime.cpu_rank import Inputs, Outputs, RankQueues, Rendezvous
+from stepgraph.runtime.cpu_rank import Inputs, Outputs, RankQueues
 from stepgraph.runtime.executor import issue
 from stepgraph.runtime.interleave import InterleavingError
 from stepgraph.runtime.shadow import Conflict, Ints

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from stepgraph.kernels.stages import Stage
@@ -15,7 +14,6 @@ from stepgraph.planner.plan import (
     Collective,
     Drop,
     Load,
-    Part,
     Protocol,
     Record,
     Region,
@@ -27,6 +25,7 @@ from stepgraph.planner.plan import (
     Wait,
     WaitEvent,
 )
+from stepgraph.runtime.cpu_collective import Rendezvous
 from stepgraph.runtime.movement import collective_views
 from stepgraph.runtime.shadow import Ints
 from stepgraph.runtime.stage_call import call_stage
@@ -48,15 +47,6 @@ class _Work:
     ready: Callable[[], bool]
     arrive: Callable[[], None] | None = None
     """Of a collective: its start, which happens before it can finish."""
-
-
-@dataclass
-class Rendezvous:
-    """One collective of one replay."""
-
-    starts: dict[int, Ints] = field(default_factory=dict)
-    calls: dict[int, Collective] = field(default_factory=dict)
-    moved: bool = False
 
 
 class RankQueues:
@@ -337,7 +327,8 @@ class RankQueues:
         chain = self.chain(collective.stream)
 
         def meeting() -> Rendezvous:
-            return self.world.rendezvous.setdefault((collective.exchange, self.replay), Rendezvous())
+            key = (collective.exchange, self.replay)
+            return self.world.rendezvous.setdefault(key, Rendezvous(self.plan, self.world.memories))
 
         def arrive() -> None:
             self.enter(collective.exchange, collective.stream)
@@ -362,8 +353,7 @@ class RankQueues:
             return self.rank not in found or len(found) == len(group)
 
         def run() -> None:
-            if not meeting().moved:
-                self._move(group, meeting())
+            meeting().move()
             for start in meeting().starts.values():
                 self.join(collective.stream, start)
             self.leave(collective.exchange, collective.stream)
@@ -372,39 +362,6 @@ class RankQueues:
         self.exchange(collective.exchange)
         what = f"collective {self.exchange_name(collective.exchange)}"
         self.work[collective.stream].append(_Work(number, what, run, ready, arrive))
-
-    def _move(self, group: tuple[int, ...], meeting: Rendezvous) -> None:
-        """All the copies of a collective, once every member has come."""
-        for rank in group:
-            came: dict[int, int] = {}
-            for part in meeting.calls[rank].incoming:
-                nth = came.get(part.peer, 0)
-                came[part.peer] = nth + 1
-                out = self._outgoing(meeting.calls[part.peer], rank)[nth]
-                into = self.world.memories[rank].region(self.buffer(rank, part), part.region)
-                if meeting.calls[rank].reduce:
-                    into.copy_(self._sum(group, meeting, rank, nth))
-                else:
-                    into.copy_(self.world.memories[part.peer].region(self.buffer(part.peer, out), out.region))
-        meeting.moved = True
-
-    def _outgoing(self, collective: Collective, peer: int) -> list[Part]:
-        return [part for part in collective.outgoing if part.peer == peer]
-
-    def _sum(self, group: tuple[int, ...], meeting: Rendezvous, rank: int, nth: int) -> Tensor:
-        """The members' outgoing parts to ``rank``, added in float32 (float64 stays) in group order."""
-        parts = []
-        for member in group:
-            out = self._outgoing(meeting.calls[member], rank)[nth]
-            found = self.world.memories[member].region(self.buffer(member, out), out.region)
-            parts.append(found if found.dtype is torch.float64 else found.float())
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
-
-    def buffer(self, rank: int, part: Part) -> int:
-        return self.plan.ranks[rank].views[part.view].buffer
 
     def record(self, number: int, record: Record) -> None:
         self.recorded.add(record.event)
