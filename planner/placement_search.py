@@ -1,0 +1,183 @@
+"""An exact search: whether blocks fit an arena of a given size, and where they lie.
+
+Blocks take their turns in the order of their first cells, from one cell once around the circle. What matters of the
+blocks before a turn is which ranges are in use and until when; such a state is searched once. Layers repeat and a cell
+holds few blocks, so that there are few states. They are taken in the order of discrepancies, how often a block did not
+get its most promising offset, deepest first (Harvey and Ginsberg, Limited discrepancy search, IJCAI 1995): a block's
+promise is the offset of its family, then the lowest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stepgraph.planner.placement import Answer, Problem, Verdict, chain_sums
+
+LOOK_AHEAD = 3
+"""In so many cells of a block room must be left for those that come after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A cell as a block sees it when it takes its turn."""
+
+    taken: tuple[int, ...]
+    """The earlier blocks in use."""
+    sums: tuple[int, ...]
+    """The sums of sizes of this and the later blocks in use; empty where they are too many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A block's turn in the sweep: what is known of the blocks before it. Blocks are numbered by their turns."""
+
+    size: int
+    meets: tuple[int, ...]
+    """The earlier blocks that are in use with this one at some time."""
+    cells: tuple[_Cell, ...]
+    """The first few cells of the block."""
+    alive: tuple[tuple[int, int], ...]
+    """The earlier blocks that this one or a later one can meet, with a key each: blocks of one key are in use until
+    the same cell."""
+    twin: bool
+    """Whether the block before has the same size and arc: then it takes the lower offset."""
+    family: tuple[int, ...]
+    """The last two blocks of the family."""
+
+
+def _cut(problem: Problem) -> int:
+    """The cell to start from: few blocks are in use across its start, and around it little is free."""
+    loads, crossing = [0] * problem.cells, [0] * problem.cells
+    for block in problem.blocks:
+        for cell in range(block.start, block.end):
+            loads[cell % problem.cells] += block.size
+            crossing[cell % problem.cells] += cell > block.start
+    return min(range(problem.cells), key=lambda cell: (crossing[cell], -loads[cell] - loads[cell - 1], cell))
+
+
+def _turns(problem: Problem, capacity: int) -> tuple[list[int], list[_Turn]]:
+    """The order of the blocks in the sweep, those that cross its start first, and the turn of each."""
+    cells, cut = problem.cells, _cut(problem)
+    starts = [(block.start - cut) % cells for block in problem.blocks]
+    ends = [start + block.end - block.start for start, block in zip(starts, problem.blocks, strict=True)]
+
+    def key(number: int) -> tuple[bool, int, int, int]:
+        return ends[number] <= cells, starts[number], -problem.blocks[number].size, ends[number]
+
+    order = sorted(range(len(problem.blocks)), key=key)
+    used: list[list[int]] = [[] for _ in range(cells)]
+    for turn, number in enumerate(order):
+        for cell in range(starts[number], ends[number]):
+            used[cell % cells].append(turn)
+    turns: list[_Turn] = []
+    alive: list[int] = []
+    latest: dict[int, tuple[int, ...]] = {}
+    for turn, number in enumerate(order):
+        block, first = problem.blocks[number], starts[number] if ends[number] <= cells else 0
+        alive = [other for other in alive if ends[order[other]] > first]
+        seen = []
+        for cell in range(first, min(first + LOOK_AHEAD, ends[number])):
+            here = used[cell % cells]
+            sizes = [problem.blocks[order[other]].size for other in here if other >= turn]
+            seen.append(_Cell(tuple(o for o in here if o < turn), tuple(chain_sums(sizes, capacity) or ())))
+        turns.append(
+            _Turn(
+                size=block.size,
+                meets=tuple(
+                    sorted({o for cell in range(starts[number], ends[number]) for o in used[cell % cells] if o < turn})
+                ),
+                cells=tuple(seen),
+                alive=tuple((min(ends[order[o]], cells + 1 + o), o) for o in alive),
+                twin=turn > 0 and key(order[turn - 1]) == key(number),
+                family=latest.get(block.family, ()),
+            )
+        )
+        latest[block.family] = (turn, *latest.get(block.family, ())[:1])
+        alive.append(turn)
+    return order, turns
+
+
+def _gaps(turns: Sequence[_Turn], offsets: Sequence[int], taken: Sequence[int], capacity: int) -> list[tuple[int, int]]:
+    """What some blocks leave free: from, to."""
+    found, at = [], 0
+    for offset, end in sorted((offsets[other], offsets[other] + turns[other].size) for other in taken):
+        if offset > at:
+            found.append((at, offset))
+        at = max(at, end)
+    if capacity > at:
+        found.append((at, capacity))
+    return found
+
+
+def _room(cell: _Cell, turns: Sequence[_Turn], offsets: Sequence[int], capacity: int) -> bool:
+    """Whether the gaps of a cell can take all that is to come in it, were it not for the cells around it."""
+    if not cell.sums:
+        return True
+    gaps = _gaps(turns, offsets, cell.taken, capacity)
+    return sum(cell.sums[bisect_right(cell.sums, high - low) - 1] for low, high in gaps) >= cell.sums[-1]
+
+
+def _state(turn: _Turn, turns: Sequence[_Turn], offsets: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """What the blocks so far mean to those to come: ranges in use, and until when."""
+    found: list[tuple[int, int, int]] = []
+    for key, offset, other in sorted((key, offsets[other], other) for key, other in turn.alive):
+        end = offset + turns[other].size
+        if found and found[-1][0] == key and found[-1][2] == offset:
+            found[-1] = (key, found[-1][1], end)
+        else:
+            found.append((key, offset, end))
+    return tuple(found)
+
+
+def _free(turns: Sequence[_Turn], offsets: Sequence[int], sums: list[int], capacity: int) -> list[int]:
+    """The offsets at which the next block meets none before it, the most promising first."""
+    turn = turns[len(offsets)]
+    lowest = offsets[-1] if turn.twin else 0
+    found: list[int] = []
+    for low, high in _gaps(turns, offsets, turn.meets, capacity):
+        found += sums[bisect_left(sums, max(low, lowest)) : bisect_right(sums, high - turn.size)]
+    kept = [offsets[relative] for relative in turn.family if offsets[relative] in found]
+    return list(dict.fromkeys([*kept, *found]))
+
+
+def search(problem: Problem, capacity: int, tries: int) -> Answer:
+    """Whether the blocks fit ``capacity``; a search that ends within so many tries of an offset is a proof.
+
+    Every placement can sink into one of those that are searched (``chain_sums``), and blocks of one size and arc can be
+    swapped, so that only one order of them is searched.
+    """
+    sums = chain_sums([block.size for block in problem.blocks], capacity)
+    if sums is None:
+        return Answer(Verdict.OPEN)
+    order, turns = _turns(problem, capacity)
+    waiting: dict[int, list[tuple[int, ...]]] = defaultdict(list, {0: [()]})
+    """Offsets of the first blocks, by their discrepancies."""
+    seen: set[tuple[int, int, tuple[tuple[int, int, int], ...]]] = set()
+    tried = 0
+    while waiting:
+        discrepancies = min(waiting)
+        offsets = waiting[discrepancies].pop()
+        if not waiting[discrepancies]:
+            del waiting[discrepancies]
+        number = len(offsets)
+        if number == len(turns):
+            at = dict(zip(order, offsets, strict=True))
+            return Answer(Verdict.FITS, tuple(at[block] for block in range(number)), tried)
+        turn = turns[number]
+        state = (number, offsets[-1] if turn.twin else 0, _state(turn, turns, offsets))
+        if state in seen:
+            continue
+        seen.add(state)
+        free = _free(turns, offsets, sums, capacity)
+        tried += len(free)
+        if tried > tries:
+            return Answer(Verdict.OPEN, tried=tries)
+        ahead = turns[number + 1].cells if number + 1 < len(turns) else ()
+        longer = [(*offsets, offset) for offset in free]
+        useful = [placed for placed in longer if all(_room(cell, turns, placed, capacity) for cell in ahead)]
+        for worse, placed in reversed(list(enumerate(useful))):
+            waiting[discrepancies + worse].append(placed)
+    return Answer(Verdict.TOO_SMALL, tried=tried)
