@@ -98,7 +98,7 @@ def _disjoint(plan: StreamPlan, members: list[int]) -> bool:
 def _place(plan: StreamPlan, shares: Shares, axis: str) -> tuple[Packing, tuple[int, ...]]:
     """The targets of an axis in an arena of their own, in units of alignment, and the memories that its blocks are."""
     graph = plan.graph
-    memories = tuple(index for index in plan.lifetimes if graph.memories[index].axis == axis)
+    memories = tuple(index for index in sorted(plan.lifetimes) if graph.memories[index].axis == axis)
     families: dict[str, list[int]] = defaultdict(list)
     for index in memories:
         families[graph.memories[index].family].append(index)
@@ -131,7 +131,7 @@ def _targets(plan: StreamPlan, shares: Shares) -> tuple[tuple[PlacedTarget, ...]
     targets: list[PlacedTarget] = []
     target_of: dict[int, int] = {}
     base = bound = 0
-    for axis in dict.fromkeys(graph.memories[index].axis for index in plan.lifetimes):
+    for axis in dict.fromkeys(graph.memories[index].axis for index in sorted(plan.lifetimes)):
         packing, memories = _place(plan, shares, axis)
         numbers: dict[str, int] = defaultdict(int)
         for hand, offset in zip(packing.hands, packing.offsets, strict=True):

@@ -33,9 +33,16 @@ class Packing:
 
 
 def _fit(problem: Problem, hands: Sequence[Hand]) -> Packing:
-    offsets = first_fit(problem, [hand.blocks for hand in hands])
-    ends = [at + problem.blocks[hand.blocks[0]].size for at, hand in zip(offsets, hands, strict=True)]
-    return Packing(tuple(hands), offsets, max(ends, default=0), peak(problem))
+    """First fit, large hands before small ones, the early or the late before others of their size."""
+    sizes = [problem.blocks[hand.blocks[0]].size for hand in hands]
+    early = sorted(range(len(hands)), key=lambda hand: (-sizes[hand], hand))
+    late = sorted(range(len(hands)), key=lambda hand: (-sizes[hand], -hand))
+    fits = [first_fit(problem, [hand.blocks for hand in hands], order) for order in (early, late)]
+    packings = [
+        Packing(tuple(hands), offsets, max(map(sum, zip(offsets, sizes, strict=True)), default=0), peak(problem))
+        for offsets in fits
+    ]
+    return min(packings, key=lambda packing: packing.size)
 
 
 def _without_last(hands: Sequence[Hand], which: int) -> list[Hand]:

@@ -75,15 +75,15 @@ def chain_sums(sizes: Sequence[int], limit: int) -> list[int] | None:
     return sorted(sums)
 
 
-def first_fit(problem: Problem, hands: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """An offset for each hand of blocks, of one size and of disjoint arcs: large before small, as low as they go."""
+def first_fit(problem: Problem, hands: Sequence[Sequence[int]], order: Sequence[int]) -> tuple[int, ...]:
+    """An offset for each hand of blocks, of one size and of disjoint arcs: one after another, as low as they go."""
     blocks, count = problem.blocks, problem.cells
     cells = [
         {cell % count for block in hand for cell in range(blocks[block].start, blocks[block].end)} for hand in hands
     ]
     sizes = [blocks[hand[0]].size for hand in hands]
     offsets: dict[int, int] = {}
-    for hand in sorted(range(len(hands)), key=lambda hand: (sizes[hand], hand), reverse=True):
+    for hand in order:
         at = 0
         for low, other in sorted((low, other) for other, low in offsets.items()):
             if low < at + sizes[hand] and at < low + sizes[other] and not cells[hand].isdisjoint(cells[other]):
