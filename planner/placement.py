@@ -2,8 +2,8 @@
 
 A block is in use over an arc of a circle of cells: the times between two exchanges, the last of which wraps from one
 replay to the next. Blocks whose arcs meet need disjoint bytes. This is dynamic storage allocation, NP-hard already on a
-line (Garey and Johnson, Computers and Intractability, problem SR2). A step's layers repeat and few blocks are in use at
-one time, so that an exact search over the cells is quick.
+line (Garey and Johnson, Computers and Intractability, problem SR2). On a circle the most that is in use at once may be
+out of reach: around an odd ring of blocks, each of which meets the next, some three lie one on top of the other.
 """
 
 from __future__ import annotations
