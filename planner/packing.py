@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from stepgraph.planner.placement import Problem, Verdict, chain_sums, first_fit, peak
-from stepgraph.planner.placement_search import search
+from stepgraph.planner.placement import Answer, Problem, Verdict, chain_sums, first_fit, peak
+from stepgraph.planner.placement_search import refutes, search
 
 TRIES = 20_000
 """How many offsets of single blocks the searches of one arena may try."""
@@ -86,7 +86,8 @@ def pack(problem: Problem, hands: Sequence[Hand], tries: int = TRIES) -> Packing
     least = best.size  # of those that are known to do
     while sizes:
         middle = (len(sizes) - 1) // 2
-        answer = search(problem, sizes[middle], tries)
+        small = refutes(problem, sizes[middle], tries // 4)
+        answer = Answer(Verdict.TOO_SMALL) if small else search(problem, sizes[middle], tries)
         tries -= answer.tried
         if answer.verdict is Verdict.OPEN:
             break

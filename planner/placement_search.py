@@ -40,8 +40,8 @@ class _Turn:
     cells: tuple[_Cell, ...]
     """The first few cells of the block."""
     alive: tuple[tuple[int, int], ...]
-    """The earlier blocks that this one or a later one can meet, with a key each: blocks of one key are in use until
-    the same cell."""
+    """The earlier blocks that this one or a later one can meet, with a key each, how long they stay in use from here:
+    blocks of one key until the same cell. Those that cross the sweep's start have keys below 0 of their own."""
     twin: bool
     """Whether the block before has the same size and arc: then it takes the lower offset."""
     family: tuple[int, ...]
@@ -90,7 +90,7 @@ def _turns(problem: Problem, capacity: int) -> tuple[list[int], list[_Turn]]:
                     sorted({o for cell in range(starts[number], ends[number]) for o in used[cell % cells] if o < turn})
                 ),
                 cells=tuple(seen),
-                alive=tuple((min(ends[order[o]], cells + 1 + o), o) for o in alive),
+                alive=tuple((ends[order[o]] - first if ends[order[o]] <= cells else -1 - o, o) for o in alive),
                 twin=turn > 0 and key(order[turn - 1]) == key(number),
                 family=latest.get(block.family, ()),
             )
@@ -120,8 +120,13 @@ def _room(cell: _Cell, turns: Sequence[_Turn], offsets: Sequence[int], capacity:
     return sum(cell.sums[bisect_right(cell.sums, high - low) - 1] for low, high in gaps) >= cell.sums[-1]
 
 
-def _state(turn: _Turn, turns: Sequence[_Turn], offsets: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """What the blocks so far mean to those to come: ranges in use, and until when."""
+_State = tuple[int, tuple[tuple[int, int, int], ...]]
+"""What the blocks so far mean to those to come: the offset that a twin must exceed, and for how long which ranges are
+in use."""
+
+
+def _state(number: int, turns: Sequence[_Turn], offsets: Sequence[int]) -> _State:
+    turn = turns[number]
     found: list[tuple[int, int, int]] = []
     for key, offset, other in sorted((key, offsets[other], other) for key, other in turn.alive):
         end = offset + turns[other].size
@@ -129,18 +134,77 @@ def _state(turn: _Turn, turns: Sequence[_Turn], offsets: Sequence[int]) -> tuple
             found[-1] = (key, found[-1][1], end)
         else:
             found.append((key, offset, end))
-    return tuple(found)
+    return offsets[number - 1] if turn.twin else 0, tuple(found)
 
 
-def _free(turns: Sequence[_Turn], offsets: Sequence[int], sums: list[int], capacity: int) -> list[int]:
-    """The offsets at which the next block meets none before it, the most promising first."""
-    turn = turns[len(offsets)]
-    lowest = offsets[-1] if turn.twin else 0
+def _free(number: int, turns: Sequence[_Turn], offsets: Sequence[int], sums: list[int], capacity: int) -> list[int]:
+    """The offsets at which a block meets none before it."""
+    turn = turns[number]
+    lowest = offsets[number - 1] if turn.twin else 0
     found: list[int] = []
     for low, high in _gaps(turns, offsets, turn.meets, capacity):
         found += sums[bisect_left(sums, max(low, lowest)) : bisect_right(sums, high - turn.size)]
-    kept = [offsets[relative] for relative in turn.family if offsets[relative] in found]
-    return list(dict.fromkeys([*kept, *found]))
+    return found
+
+
+def _leaves_room(number: int, turns: Sequence[_Turn], offsets: Sequence[int], capacity: int) -> bool:
+    """Whether there may be a place for what comes after a block."""
+    return number + 1 == len(turns) or all(_room(cell, turns, offsets, capacity) for cell in turns[number + 1].cells)
+
+
+def _shape(number: int, turns: Sequence[_Turn]) -> tuple[object, ...]:
+    """A turn as seen from itself: in layers that repeat, the turns of one block have one shape."""
+    turn, crossing = turns[number], {other for key, other in turns[-1].alive if key < 0}
+
+    def seen(others: Sequence[int]) -> tuple[int, ...]:
+        return tuple(-1 - other if other in crossing else number - other for other in others)
+
+    cells = tuple((seen(cell.taken), cell.sums) for cell in turn.cells)
+    keys, others = [key for key, _ in turn.alive], [other for _, other in turn.alive]
+    return turn.size, turn.twin, seen(turn.meets), cells, tuple(keys), seen(others), number in crossing
+
+
+def refutes(problem: Problem, capacity: int, tries: int) -> bool:
+    """Whether it is proven, within so many tries of an offset, that the blocks don't fit ``capacity``.
+
+    Turn by turn, in all states that can be reached. Where the states at some turn are those of a layer before, they are
+    so after every layer like it, so that the rest of these layers can be left out.
+    """
+    sums = chain_sums([block.size for block in problem.blocks], capacity)
+    if sums is None or not problem.blocks:
+        return False
+    _, turns = _turns(problem, capacity)
+    shapes = [_shape(number, turns) for number in range(len(turns))]
+    reached: dict[_State, tuple[int, ...]] = {(0, ()): ()}
+    """States, and the offsets of the blocks alive in one placement that leads there."""
+    met: dict[tuple[tuple[object, ...], frozenset[_State]], int] = {}
+    number = 0
+    while number < len(turns) and reached:
+        period = number - met.setdefault((shapes[number], frozenset(reached)), number)
+        if period:
+            end = number
+            while end + 1 < len(turns) and shapes[end + 1] == shapes[end + 1 - period]:
+                end += 1
+            number += (end - number) // period * period
+        following: dict[_State, tuple[int, ...]] = {}
+        for placed in reached.values():
+            offsets = [0] * (number + 1)
+            for (_, other), offset in zip(turns[number].alive, placed, strict=True):
+                offsets[other] = offset
+            free = _free(number, turns, offsets, sums, capacity)
+            tries -= len(free)
+            if tries < 0:
+                return False
+            for offset in free:
+                offsets[number] = offset
+                if number + 1 == len(turns):
+                    return False
+                if _leaves_room(number, turns, offsets, capacity):
+                    alive = tuple(offsets[other] for _, other in turns[number + 1].alive)
+                    following.setdefault(_state(number + 1, turns, offsets), alive)
+        reached = following
+        number += 1
+    return not reached
 
 
 def search(problem: Problem, capacity: int, tries: int) -> Answer:
@@ -155,7 +219,7 @@ def search(problem: Problem, capacity: int, tries: int) -> Answer:
     order, turns = _turns(problem, capacity)
     waiting: dict[int, list[tuple[int, ...]]] = defaultdict(list, {0: [()]})
     """Offsets of the first blocks, by their discrepancies."""
-    seen: set[tuple[int, int, tuple[tuple[int, int, int], ...]]] = set()
+    seen: set[tuple[int, _State]] = set()
     tried = 0
     while waiting:
         discrepancies = min(waiting)
@@ -166,18 +230,17 @@ def search(problem: Problem, capacity: int, tries: int) -> Answer:
         if number == len(turns):
             at = dict(zip(order, offsets, strict=True))
             return Answer(Verdict.FITS, tuple(at[block] for block in range(number)), tried)
-        turn = turns[number]
-        state = (number, offsets[-1] if turn.twin else 0, _state(turn, turns, offsets))
+        state = (number, _state(number, turns, offsets))
         if state in seen:
             continue
         seen.add(state)
-        free = _free(turns, offsets, sums, capacity)
+        free = _free(number, turns, offsets, sums, capacity)
         tried += len(free)
         if tried > tries:
             return Answer(Verdict.OPEN, tried=tries)
-        ahead = turns[number + 1].cells if number + 1 < len(turns) else ()
-        longer = [(*offsets, offset) for offset in free]
-        useful = [placed for placed in longer if all(_room(cell, turns, placed, capacity) for cell in ahead)]
+        kept = [offsets[relative] for relative in turns[number].family if offsets[relative] in free]
+        longer = [(*offsets, offset) for offset in dict.fromkeys([*kept, *free])]
+        useful = [placed for placed in longer if _leaves_room(number, turns, placed, capacity)]
         for worse, placed in reversed(list(enumerate(useful))):
             waiting[discrepancies + worse].append(placed)
     return Answer(Verdict.TOO_SMALL, tried=tried)

@@ -14,7 +14,7 @@ from stepgraph.planner.memory import MemoryPlan, allocate
 from stepgraph.planner.opgraph import Action
 from stepgraph.planner.packing import Hand, Packing, pack
 from stepgraph.planner.placement import Block, Problem, Verdict, peak
-from stepgraph.planner.placement_search import search
+from stepgraph.planner.placement_search import refutes, search
 from stepgraph.planner.plan import ALIGNMENT
 from stepgraph.planner.schedule import load_schedule
 from stepgraph.planner.streams import order
@@ -101,6 +101,28 @@ def test_search_tells_what_fits(problem: Problem, capacity: int) -> None:
     assert search(problem, capacity, answer.tried).verdict is answer.verdict
     if answer.tried:
         assert search(problem, capacity, answer.tried - 1).verdict is Verdict.OPEN
+    assert refutes(problem, capacity, MANY) is (answer.verdict is Verdict.TOO_SMALL)
+    assert not refutes(problem, capacity, 0) or not answer.tried
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.integers(2, 8), st.data())
+def test_layers_left_out_of_a_refutation_change_nothing(layer: Problem, layers: int, data: st.DataObject) -> None:
+    """The same blocks in every layer, and a few that are in one only: where nothing is left out is the reference."""
+    cells = layer.cells * layers
+    blocks = [
+        Block(block.size, block.start + first, block.end + first, block.family)
+        for first in range(0, cells, layer.cells)
+        for block in layer.blocks[:4]
+    ]
+    for _ in range(data.draw(st.integers(0, 2))):
+        start = data.draw(st.integers(0, cells - 1))
+        blocks.append(Block(data.draw(st.integers(1, 9)), start, start + data.draw(st.integers(1, cells)), 9))
+    problem = Problem(tuple(blocks), cells)
+    for capacity in range(peak(problem), peak(problem) + 4):
+        verdict = search(problem, capacity, 2000).verdict
+        if verdict is not Verdict.OPEN:
+            assert refutes(problem, capacity, 20_000) is (verdict is Verdict.TOO_SMALL)
 
 
 def ring(layers: int, size: int, last: int) -> Problem:
