@@ -65,8 +65,9 @@ def pack(problem: Problem, hands: Sequence[Hand], tries: int = TRIES) -> Packing
     """A small arena for hands of blocks, which may be dealt anew where they are free.
 
     First fit goes first; then the last block of a hand, which meets others than those before it, may lie apart. What
-    is left between that and the most that is in use at once is halved by searches, each of which finds a placement or
-    proves that there is none. The bound stands on proofs alone: where the tries run out it stays below the size.
+    is left between that and the most that is in use at once is halved again and again: a size is refuted, or a search
+    finds a placement of the single blocks or proves that there is none. The bound stands on proofs alone: where the
+    tries run out it stays below the size.
     """
     best = _fit(problem, hands)
     while best.size > best.bound:

@@ -2,9 +2,9 @@
 
 Blocks take their turns in the order of their first cells, from one cell once around the circle. What matters of the
 blocks before a turn is which ranges are in use and until when; such a state is searched once. Layers repeat and a cell
-holds few blocks, so that there are few states. The offsets for a block are ranked: those of its family first, then the
-lowest. Placements are searched in the order of discrepancies, the sum of the ranks of what they chose, deepest first
-(Harvey and Ginsberg, Limited discrepancy search, IJCAI 1995).
+holds few blocks, so that there are few states. ``refutes`` goes through all of them, turn by turn. ``search`` ranks the
+offsets for a block, those of its family first, then the lowest, and looks at placements in the order of discrepancies,
+the sum of the ranks of what they chose, deepest first (Harvey and Ginsberg, Limited discrepancy search, IJCAI 1995).
 """
 
 from __future__ import annotations
