@@ -7,11 +7,12 @@ only if an exchange of their axis always lies between the accesses to one and th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError
 from stepgraph.planner.opgraph import Action
+from stepgraph.planner.packing import Hand, Packing, pack
+from stepgraph.planner.placement import Block, Problem
 from stepgraph.planner.plan import ALIGNMENT
 from stepgraph.planner.shares import Shares
 from stepgraph.planner.streams import StreamPlan
@@ -35,7 +36,7 @@ class MemoryPlan:
     """For each memory that is a target, its number in ``targets``."""
     arena_bytes: int
     lower_bound: int
-    """The most bytes that are in use at one time, summed over the axes."""
+    """No placement of single targets at aligned offsets is smaller (``pack``)."""
     first_slot: dict[int, int]
     """For each handshake node, its first flag slot; one for each member of the group follows."""
     flag_slots: int
@@ -45,23 +46,6 @@ class MemoryPlan:
     """The memories to drop just after a node."""
     drop_at_end: tuple[int, ...]
     """The memories whose own stream never waits for all their users: they last until the join."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A target to place: some memories of one family."""
-
-    name: str
-    axis: str
-    nbytes: int
-    cells: int
-    memories: tuple[int, ...]
-    free: bool
-    """Whether the author leaves the number of buffers to the planner."""
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _nbytes(memory: Memory, shares: Shares) -> int:
@@ -111,64 +95,54 @@ def _disjoint(plan: StreamPlan, members: list[int]) -> bool:
     return True
 
 
-def _groups(plan: StreamPlan, shares: Shares) -> list[_Group]:
-    """The targets to place: each family of memories, dealt out to its buffers."""
+def _place(plan: StreamPlan, shares: Shares, axis: str) -> tuple[Packing, tuple[int, ...]]:
+    """The targets of an axis in an arena of their own, in units of alignment, and the memories that its blocks are."""
     graph = plan.graph
+    memories = tuple(index for index in sorted(plan.lifetimes) if graph.memories[index].axis == axis)
     families: dict[str, list[int]] = defaultdict(list)
-    for index, found in enumerate(graph.memories):
-        if found.space is Space.TARGET:
-            families[found.family].append(index)
-    groups: list[_Group] = []
-    for family, members in families.items():
-        for number, hand in enumerate(_alternate(plan, family, members)):
-            first = graph.memories[hand[0]]
-            nbytes = _nbytes(first, shares)
-            free = first.buffers is None
-            groups.append(_Group(f"{family}.{number}", first.axis, nbytes, _cells(plan, hand), tuple(hand), free))
-    return groups
-
-
-def _cells(plan: StreamPlan, members: Sequence[int]) -> int:
-    found = 0
-    for memory in members:
-        found |= plan.lifetimes[memory].cells
-    return found
-
-
-def _without_last(plan: StreamPlan, groups: list[_Group], group: _Group) -> list[_Group]:
-    """The groups, with the last memory of one apart."""
-    *rest, last = group.memories
-    fewer = replace(group, cells=_cells(plan, rest), memories=tuple(rest))
-    apart = replace(group, name=f"{group.name}.last", cells=_cells(plan, [last]), memories=(last,), free=False)
-    return [part for found in groups for part in ((fewer, apart) if found is group else (found,))]
-
-
-def _place(groups: list[_Group]) -> tuple[dict[str, int], int]:
-    """First fit, largest first: offsets by name, and the arena's size. Targets of different axes never share."""
-    placed: list[tuple[int, _Group]] = []
-    for group in sorted(groups, key=lambda g: (-g.nbytes, g.name)):
-        offset = 0
-        for start, other in sorted(placed, key=lambda item: (item[0], item[1].name)):
-            shares_time = other.axis != group.axis or other.cells & group.cells
-            if shares_time and start < offset + _aligned(group.nbytes) and offset < start + _aligned(other.nbytes):
-                offset = start + _aligned(other.nbytes)
-        placed.append((offset, group))
-    return {group.name: offset for offset, group in placed}, max(
-        (offset + _aligned(group.nbytes) for offset, group in placed), default=0
+    for index in memories:
+        families[graph.memories[index].family].append(index)
+    numbers = {family: number for number, family in enumerate(families)}
+    blocks = tuple(
+        Block(
+            -(-_nbytes(graph.memories[index], shares) // ALIGNMENT),
+            plan.lifetimes[index].after,
+            plan.lifetimes[index].until,
+            numbers[graph.memories[index].family],
+        )
+        for index in memories
     )
+    hands = [
+        Hand(tuple(memories.index(index) for index in hand), graph.memories[hand[0]].buffers is None)
+        for family, members in families.items()
+        for hand in _alternate(plan, family, members)
+    ]
+    cells = plan.lifetimes[memories[0]].count
+    return pack(Problem(blocks, cells), hands), memories
 
 
-def _lower_bound(plan: StreamPlan, shares: Shares) -> int:
-    """No placement of single targets goes below what is in use at one time; axes are counted one by one."""
-    total = 0
-    by_axis: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for memory, life in plan.lifetimes.items():
-        nbytes = _aligned(_nbytes(plan.graph.memories[memory], shares))
-        for cell in range(life.after, life.until):
-            by_axis[plan.graph.memories[memory].axis][cell % life.count] += nbytes
-    for cells in by_axis.values():
-        total += max(cells.values(), default=0)
-    return total
+def _targets(plan: StreamPlan, shares: Shares) -> tuple[tuple[PlacedTarget, ...], dict[int, int], int, int]:
+    """The targets, the number of each memory's, the arena's bytes and their lower bound.
+
+    Targets of different axes never share bytes, so that every axis has a range of its own, and the bounds add up: take
+    the bytes of the other axes out of any arena, and what is left holds the targets of one, whole and apart as before.
+    """
+    graph = plan.graph
+    targets: list[PlacedTarget] = []
+    target_of: dict[int, int] = {}
+    base = bound = 0
+    for axis in dict.fromkeys(graph.memories[index].axis for index in sorted(plan.lifetimes)):
+        packing, memories = _place(plan, shares, axis)
+        numbers: dict[str, int] = defaultdict(int)
+        for hand, offset in zip(packing.hands, packing.offsets, strict=True):
+            first = graph.memories[memories[hand.blocks[0]]]
+            target_of |= {memories[block]: len(targets) for block in hand.blocks}
+            name = f"{first.family}.{numbers[first.family]}"
+            targets.append(PlacedTarget(name, _nbytes(first, shares), (base + offset) * ALIGNMENT))
+            numbers[first.family] += 1
+        base += packing.size
+        bound += packing.bound
+    return tuple(targets), target_of, base * ALIGNMENT, bound * ALIGNMENT
 
 
 def _drops(plan: StreamPlan) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]], tuple[int, ...]]:
@@ -205,17 +179,7 @@ def allocate(plan: StreamPlan) -> MemoryPlan:
         ScheduleError: E305 for a number of buffers that is not safe.
     """
     graph, shares = plan.graph, Shares(plan.graph.schedule)
-    lower_bound = _lower_bound(plan, shares)
-    groups = _groups(plan, shares)
-    offsets, arena_bytes = _place(groups)
-    while arena_bytes > lower_bound:
-        # The last layer's target meets others than those of the layers before it: a place of its own may save more.
-        choices = [_without_last(plan, groups, group) for group in groups if len(group.memories) > 1 and group.free]
-        placed = [(*_place(found), found) for found in choices]
-        best = min(placed, key=lambda choice: choice[1], default=(offsets, arena_bytes, groups))
-        if best[1] >= arena_bytes:
-            break
-        offsets, arena_bytes, groups = best
+    targets, target_of, arena_bytes, lower_bound = _targets(plan, shares)
     first_slot: dict[int, int] = {}
     slots = 0
     for index, node in enumerate(graph.nodes):
@@ -226,8 +190,8 @@ def allocate(plan: StreamPlan) -> MemoryPlan:
     return MemoryPlan(
         streams=plan,
         shares=shares,
-        targets=tuple(PlacedTarget(group.name, group.nbytes, offsets[group.name]) for group in groups),
-        target_of={memory: number for number, group in enumerate(groups) for memory in group.memories},
+        targets=targets,
+        target_of=target_of,
         arena_bytes=arena_bytes,
         lower_bound=lower_bound,
         first_slot=first_slot,

@@ -81,7 +81,9 @@ class Exchanging(SameName):
         "nccl: one collective of the process group, on the compute stream unless another is named.",
     )
     buffers: BufferCount = Field(
-        "auto", description="How many targets alternate over the layers; auto takes the fewest provably safe."
+        "auto",
+        description="How many targets alternate over the layers; auto takes the fewest provably safe, or more "
+        "where the arena gets smaller.",
     )
     handshake: Handshake | None = Field(
         None, description="How its handshake is made: memop, copy or kernel; by default that of `defaults`."

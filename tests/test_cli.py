@@ -293,5 +293,5 @@ def test_memory_map(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert len(drawn.findall("{http://www.w3.org/2000/svg}rect")) == 1 + len(spans)
     text = output(capsys, "memory", "quickstart")
     assert "self_attention.send_v:v.0" in text
-    assert "over the lower bound" in text
+    assert "equal to the lower bound" in text
     assert run(["memory", "quickstart", "--rank", "4"]) == 2

@@ -73,7 +73,7 @@ def test_same_bytes_in_any_process() -> None:
     script = (
         "import hashlib; from pathlib import Path; from stepgraph.planner.schedule import load_schedule;"
         "from stepgraph.planner.compile import compile_schedule; from stepgraph.planner.plan import dumps;"
-        f"p = compile_schedule(load_schedule(Path({str(PLANS / 'flux_1024_u4.yaml')!r})));"
+        f"p = compile_schedule(load_schedule(Path({str(PLANS / 'flux_1024_u4.yaml')!r}), (('mesh.ulysses', '8'),)));"
         "print(hashlib.sha256(dumps(p).encode()).hexdigest())"
     )
     seen = set()

@@ -105,8 +105,9 @@ def test_single_buffers_are_refused_where_no_exchange_lies_between() -> None:
         assert any(fault_of(single, seed) for seed in range(20))
 
 
-def test_single_buffers_are_accepted_with_a_gather(plan: Plan) -> None:
+def test_single_buffers_are_accepted_with_a_gather() -> None:
     """TeleFuser's scheme: the gather after attention is an exchange of all ranks."""
+    plan = stepgraph.compile("quickstart")
     assert [target.name for target in plan.targets if "send" in target.name] == [
         "self_attention.send_v:v.0",
         "self_attention.send_q:q.0",
@@ -152,7 +153,8 @@ def test_one_barrier_a_replay_and_nothing_else() -> None:
     assert faults
 
 
-def test_targets_that_meet_in_bytes(plan: Plan) -> None:
+def test_targets_that_meet_in_bytes() -> None:
+    plan = stepgraph.compile("quickstart")
     v, q = plan.targets[0], plan.targets[1]
     moved = replace(plan, targets=(v, replace(q, offset=v.offset), *plan.targets[2:]))
     assert codes(moved) == {"E306"}  # each rank overwrites its own v with q, in order
@@ -161,7 +163,7 @@ def test_targets_that_meet_in_bytes(plan: Plan) -> None:
 
 def test_targets_of_other_pitches_meet_by_their_bytes_only() -> None:
     """Rectangles of two overlaid targets may lie between each other's rows."""
-    plan = stepgraph.compile("uneven_u4", TINY | {"model.hidden": 14})
+    plan = stepgraph.compile("uneven_u4")
     v, q = plan.targets[0], plan.targets[1]
     assert codes(replace(plan, targets=(v, replace(q, offset=v.offset), *plan.targets[2:]))) == {"E306"}
     apart = Target(q.name, plan.arena_bytes, q.nbytes)
