@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stepgraph.planner.diagnostics import Diagnostic
-from stepgraph.planner.plan import Collective, Drop, Instruction, Load, Plan, RankProgram, Run
+from stepgraph.planner.plan import Collective, Drop, Instruction, Load, Plan, RankProgram, Run, Send, Store
 from stepgraph.planner.verify.findings import name, place
 from stepgraph.planner.verify.order import Step
-from stepgraph.planner.verify.races import accesses
 
 
 def _makes(program: RankProgram, item: Instruction) -> tuple[int, ...]:
@@ -20,6 +19,20 @@ def _makes(program: RankProgram, item: Instruction) -> tuple[int, ...]:
             return (program.views[item.view].buffer,)
         case Collective():
             return tuple(program.views[part.view].buffer for part in item.incoming)
+    return ()
+
+
+def _reads(item: Instruction) -> tuple[int, ...]:
+    """The views of its own rank that an instruction reads. What it only writes, it makes."""
+    match item:
+        case Run():
+            return item.inputs
+        case Send():
+            return (item.source,)
+        case Store():
+            return (item.view,)
+        case Collective():
+            return tuple(part.view for part in item.outgoing)
     return ()
 
 
@@ -35,9 +48,7 @@ def drops(plan: Plan) -> Iterator[Diagnostic]:
             step = Step(rank, 0, number)
             if not isinstance(item, Drop):
                 made = _makes(program, item)
-                used = {
-                    b for (at, b, _), writes in accesses(plan, rank, item) if at == rank and not (writes and b in made)
-                }
+                used = {program.views[view].buffer for view in _reads(item)}
                 for buffer in sorted(used & gone):
                     yield Diagnostic(
                         "E304",
