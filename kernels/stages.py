@@ -139,11 +139,12 @@ def _rotate(site: _Site) -> Stage:
 
 
 def _attention(site: _Site) -> Stage:
-    roles = [site.with_role(role) for role in "qkv"]
+    roles, masks = [site.with_role(role) for role in "qkv"], site.with_role("mask")
 
     def stage(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         q, k, v = (torch.cat([tensors[index] for index in indices], dim=1) for indices in roles)
-        return [reference.attention(q, k, v)]
+        given = [tensors[index] for index in masks]
+        return [reference.attention(q, k, v, reference.joined_mask(site.options["keys"], given) if given else None)]
 
     return stage
 

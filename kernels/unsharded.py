@@ -8,7 +8,7 @@ with the sharded run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -73,6 +73,8 @@ class Lead:
     """Whether there is a batch; a rope table has none."""
     rows: bool
     """Whether there is a dimension that counts rows; a timestep has none."""
+    segments: tuple[str, ...] = ()
+    """The sequences that the rows are of."""
 
 
 class _Walk:
@@ -81,8 +83,6 @@ class _Walk:
     def __init__(self, model: Unsharded, branches: list[dict[str, Tensor]], observe: Observe | None) -> None:
         self.model, self.branches, self.schedule, self.observe = model, branches, model.schedule, observe
         self.layer = 0
-        self.lengths: dict[str, tuple[int, ...]] = {}
-        """Of concatenated tensors: the lengths of their segments."""
         self.leads = {name: self.lead(spec.shape) for name, spec in self.schedule.inputs}
 
     def lead(self, dims: Dims) -> Lead:
@@ -90,7 +90,7 @@ class _Walk:
         rest = dims[1:] if batch else dims
         segments = dict(self.schedule.segments)
         rows = bool(rest) and (rest[0] in segments or (len(rest) > 1 and rest[0] not in ("heads", "kv_heads")))
-        return Lead(batch, rows)
+        return Lead(batch, rows, tuple(str(dim) for dim in rest[:1] if dim in segments))
 
     def items(self, items: Iterable[Item], layer: int | None, suffix: str) -> None:
         for item in items:
@@ -134,15 +134,9 @@ class _Op:
         return [self.read(name) for name in self.op.in_]
 
     def write(self, name: str, tensor: Tensor, lead: Lead | None = None) -> None:
-        """Give a name a tensor; what is as long as the op's first operand keeps its segments. ``lead`` is by default
-        that of the op's first operand."""
+        """Give a name a tensor. ``lead`` is by default that of the op's first operand."""
         full = f"{name}.{self.suffix}" if self.suffix and "." not in name else name
         assert not isinstance(self.op, ops.Barrier)
-        segments = self.walk.lengths.get(self.full(self.op.in_[0]))
-        if segments and tensor.dim() > 1 and tensor.shape[1] == sum(segments):
-            self.walk.lengths[full] = segments
-        else:
-            self.walk.lengths.pop(full, None)
         self.walk.leads[full] = lead or self.walk.leads[self.full(self.op.in_[0])]
         self.tensors[full] = tensor
 
@@ -189,15 +183,35 @@ def _rotate(o: _Op) -> None:
 
 def _attention(o: _Op) -> None:
     assert isinstance(o.op, ops.Attention)
-    if not o.op.concat:
-        q, k, v = o.read_all()
-        o.write(o.op.out, reference.attention(q, k, v))
-        return
-    parts = [[o.read(f"{name}.{suffix}") for suffix in o.op.concat] for name in o.op.in_]
+    names = [[f"{name}.{suffix}" for suffix in o.op.concat] if o.op.concat else [name] for name in o.op.in_]
+    parts = [[o.read(name) for name in part] for part in names]
     q, k, v = (torch.cat(part, dim=1) for part in parts)
-    outs = reference.attention(q, k, v).split([part.shape[1] for part in parts[0]], dim=1)
-    for suffix, out in zip(o.op.concat, outs, strict=True):
-        o.write(f"{o.op.out}.{suffix}", out, Lead(batch=True, rows=True))
+    result = reference.attention(q, k, v, _key_mask(o, names[1]))
+    if not o.op.concat:
+        o.write(o.op.out, result)
+        return
+    for name, suffix, out in zip(
+        names[0], o.op.concat, result.split([part.shape[1] for part in parts[0]], dim=1), strict=True
+    ):
+        o.write(f"{o.op.out}.{suffix}", out, o.walk.leads[o.full(name)])
+
+
+def _key_mask(o: _Op, keys: list[str]) -> Tensor | None:
+    """The mask of an attention's keys: that of each of their sequences, true where a sequence has none."""
+    assert isinstance(o.op, ops.Attention)
+    if not o.op.mask:
+        return None
+    masks: dict[str, Tensor] = {}
+    for name in o.op.mask:
+        lead, mask = o.walk.leads[o.full(name)], o.read(name) != 0
+        lengths = [o.walk.schedule.sizes[segment] for segment in lead.segments] or [mask.shape[1]]
+        masks |= dict(zip(lead.segments or ("",), mask.split(lengths, dim=1), strict=True))
+    parts = []
+    for name in keys:
+        for segment in o.walk.leads[o.full(name)].segments or ("",):
+            length = o.walk.schedule.sizes[segment] if segment else o.read(name).shape[1]
+            parts.append(masks.get(segment, o.read(name).new_ones((o.read(name).shape[0], length)) != 0))
+    return torch.cat(parts, dim=1)
 
 
 def _linear(o: _Op) -> None:
@@ -254,17 +268,19 @@ def _identity(o: _Op) -> None:
 def _concat(o: _Op) -> None:
     assert isinstance(o.op, ops.Concat)
     parts = o.read_all()
-    rows = 1 if o.walk.leads[o.full(o.op.in_[0])].batch else 0
-    o.write(o.op.out, torch.cat(parts, dim=rows))
-    o.walk.lengths[o.op.out] = tuple(part.shape[rows] for part in parts)
+    leads = [o.walk.leads[o.full(name)] for name in o.op.in_]
+    rows = 1 if leads[0].batch else 0
+    joined = replace(leads[0], segments=tuple(segment for lead in leads for segment in lead.segments))
+    o.write(o.op.out, torch.cat(parts, dim=rows), joined)
 
 
 def _split(o: _Op) -> None:
     assert isinstance(o.op, ops.Split)
     (x,) = o.read_all()
-    parts = x.split(list(o.walk.lengths[o.full(o.op.in_[0])]), dim=1)
-    for out, part in zip(o.op.out, parts, strict=True):
-        o.write(out, part)
+    lead = o.walk.leads[o.full(o.op.in_[0])]
+    parts = x.split([o.walk.schedule.sizes[segment] for segment in lead.segments], dim=1 if lead.batch else 0)
+    for out, part, segment in zip(o.op.out, parts, lead.segments, strict=True):
+        o.write(out, part, replace(lead, segments=(segment,)))
 
 
 def _guide(o: _Op) -> None:

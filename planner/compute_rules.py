@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stepgraph.planner import ops
+from stepgraph.planner.mask_rules import key_masks
 from stepgraph.planner.opgraph import Action
 from stepgraph.planner.rules import Operand, Rule, heads_dim, memory_for, same_form, width_of
 from stepgraph.planner.values import Dim, DimKind, Form, Placement, Value, features, row_dim, show
@@ -182,23 +183,31 @@ def attention(r: Rule, op: ops.Attention) -> None:
             r.value(narrowed[parts]).describe(),
         )
         return r.give_up(outs)
-    return _attend(r, op, joined[0], narrowed, outs)
+    keys = [row_dim(r.value(k).form) for k in narrowed[parts : 2 * parts]]
+    masks, options = key_masks(r, op, [key for key in keys if key]) if op.mask else ([], ())
+    if masks is None:
+        return r.give_up(outs)
+    return _attend(r, joined[0], [*narrowed, *masks], outs, options)
 
 
-def _attend(r: Rule, op: ops.Attention, placement: Placement, operands: list[Operand], outs: list[str]) -> None:
+def _attend(
+    r: Rule, placement: Placement, operands: list[Operand], outs: list[str], options: tuple[tuple[str, str], ...]
+) -> None:
     """One result with the rows of all q segments; each segment's output is a view of it."""
     queries = [r.value(operand) for operand in operands[: len(outs)]]
     if len(queries) == 1:
-        return r.run(operands, outs[0], queries[0].form, placement)
+        return r.run(operands, outs[0], queries[0].form, placement, options)
     rows = [row_dim(query.form) for query in queries]
     segments = tuple(name for row in rows if row for name in row.segments)
     whole = Dim(DimKind.SEQUENCE, sum(row.size for row in rows if row), segments)
-    memory = r.e.memory(replace(memory_for(op.out, queries[0].form, placement, r.e.schedule), rows=whole))
+    memory = r.e.memory(
+        replace(memory_for(outs[0].rpartition(".")[0], queries[0].form, placement, r.e.schedule), rows=whole)
+    )
     outputs, first = [], 0
     for out, query, row in zip(outs, queries, rows, strict=True):
         outputs.append(r.e.value(Value(out, memory, query.form, placement, False, 0, first)))
         first += len(row.segments) if row else 0
-    r.node(Action.RUN, [(o.role, o.value) for o in operands], outputs)
+    r.node(Action.RUN, [(o.role, o.value) for o in operands], outputs, options)
     for out, output in zip(outs, outputs, strict=True):
         r.define(out, output)
     return None

@@ -13,9 +13,16 @@ from stepgraph.planner.values import Placement, Space, Value, row_dim
 AXIS = {"send": "ulysses", "gather": "ulysses", "all_gather": "ulysses", "all_reduce": "tensor", "guide": "cfg"}
 
 
+def _laid(value: Value, placement: Placement) -> Value:
+    """A value with its rows in the order in which an exchange leaves them."""
+    by_place = placement is Placement.HEAD
+    form = tuple(replace(dim, by_place=by_place and len(dim.segments) > 1) for dim in value.form)
+    return replace(value, form=form)
+
+
 def _target(r: Rule, op: ops.Exchanging | ops.Guide, operand: Operand, placement: Placement, copies: int = 1) -> int:
     """A value in a symmetric target, shaped like the operand under ``placement``."""
-    value = r.value(operand)
+    value = _laid(r.value(operand), placement)
     memory = replace(
         memory_for(value.name, value.form, placement, r.e.schedule),
         space=Space.TARGET,
@@ -36,7 +43,7 @@ def _exchange(
     if op.via == "nccl":
         outputs = []
         for operand in operands:
-            value = r.value(operand)
+            value = _laid(r.value(operand), placement)
             dtype = r.e.memories[value.memory].dtype
             memory = replace(memory_for(value.name, value.form, placement, r.e.schedule), dtype=dtype, copies=copies)
             outputs.append(r.e.value(Value(value.name, r.e.memory(memory), value.form, placement, False, 0)))
@@ -128,7 +135,20 @@ def send(r: Rule, op: ops.Send) -> None:
 
 
 def gather(r: Rule, op: ops.Gather) -> None:
-    _move(r, op, _operands(r, op, Placement.HEAD, "only what is placed by head is gathered"), Placement.SEQUENCE)
+    operands = _operands(r, op, Placement.HEAD, "only what is placed by head is gathered")
+    for operand in operands or []:
+        row = row_dim(r.value(operand).form)
+        if row is not None and len(row.segments) > 1 and not row.by_place:
+            r.e.error(
+                "E203",
+                operand.path,
+                "gather takes one sequence, or rows as a send has laid them down",
+                "a tensor of one sequence",
+                r.value(operand).describe(),
+                "gather the parts, and concat them then",
+            )
+            operands = None
+    _move(r, op, operands, Placement.SEQUENCE)
 
 
 def all_gather(r: Rule, op: ops.AllGather) -> None:

@@ -132,7 +132,11 @@ class _Rank:
         if found.memory not in self.buffer_of:
             memory = self.graph.memories[found.memory]
             self.buffer_of[found.memory] = self._buffer(found.memory, memory.name, stream)
-        return self._intern(found, self.region(value), self.rank)
+        return self._intern(found, self.region(value), self._whose(found))
+
+    def _whose(self, value: Value) -> int:
+        """The rank whose rows of what is whole a value has: of those with another place than this rank's."""
+        return self.rank if value.place is None else self.shares.group(self.rank, "ulysses")[value.place]
 
     def _intern(self, value: Value, region: Region, rank: int) -> int:
         shape = view_shape(value, self.graph.memories[value.memory], self.shares, rank)
@@ -144,7 +148,7 @@ class _Rank:
 
     def region(self, value: int) -> Region:
         found = self.graph.values[value]
-        return region_of(found, self.graph.memories[found.memory], self.shares, self.rank)
+        return region_of(found, self.graph.memories[found.memory], self.shares, self._whose(found))
 
     def block(self, node: Node, source: int, target: int, sender: int, receiver: int) -> tuple[Region, Region]:
         """What ``sender`` gives ``receiver``: a region of the source's buffer on the one, and of the target's on the

@@ -130,6 +130,11 @@ class Attention(OneOutput):
     concat: Names | None = Field(
         None, description="Suffixes whose q, k and v are joined along the sequence, in this order."
     )
+    mask: Names | None = Field(
+        None,
+        description="One mask for each sequence of keys that has one, (batch, keys), replicated: true, or not 0, where "
+        "a key is attended to. A query that may attend to no key gives 0.",
+    )
 
 
 class Linear(OpFields):

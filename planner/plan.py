@@ -38,11 +38,13 @@ class DType(StrEnum):
     FLOAT16 = "float16"
     FLOAT32 = "float32"
     FLOAT64 = "float64"
+    BOOL = "bool"
+    """Of inputs that are masks; a model computes in another."""
 
     @property
     def itemsize(self) -> int:
         """Bytes an element."""
-        return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[self.value]
+        return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "bool": 1}[self.value]
 
 
 class Protocol(StrEnum):

@@ -36,8 +36,8 @@ class Operand:
 
 
 def same_form(left: Form, right: Form) -> bool:
-    key = [(dim.size, dim.segments, dim.split) for dim in left]
-    return key == [(dim.size, dim.segments, dim.split) for dim in right]
+    key = [(dim.size, dim.segments, dim.split, dim.by_place) for dim in left]
+    return key == [(dim.size, dim.segments, dim.split, dim.by_place) for dim in right]
 
 
 def width_of(form: Form) -> int:
@@ -150,11 +150,7 @@ class Rule:
         """Whether an operand has the features of ``form`` and its rows, one row, or none: it is broadcast then."""
         got = self.value(operand).form
         row, mine = row_dim(form), row_dim(got)
-        rows_fit = (
-            mine is None
-            or mine.size == 1
-            or (row is not None and mine.segments == row.segments and mine.size == row.size)
-        )
+        rows_fit = mine is None or mine.size == 1 or (row is not None and same_form((mine,), (row,)))
         if width_of(got) == width_of(form) and rows_fit:
             return True
         self.e.error(

@@ -36,6 +36,7 @@ def _dtype(value: object) -> object:
 
 
 DTypeName = Annotated[DType, BeforeValidator(_dtype)]
+FloatName = Annotated[Literal[DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT64], BeforeValidator(_dtype)]
 Entries = Annotated[tuple[Entry, ...], Field(min_length=1), BeforeValidator(as_tuple)]
 
 
@@ -48,7 +49,7 @@ class ModelSizes(Model):
     kv_heads: Size | None = Field(None, description="Attention heads of k and v; by default as many as heads.")
     head_dim: Size = Field(description="Features of a head.")
     ffn: Size = Field(description="Inner features of the MLP.")
-    dtype: DTypeName = Field(description="bfloat16, float16, float32 or float64.")
+    dtype: FloatName = Field(description="bfloat16, float16, float32 or float64.")
 
 
 class ShapeSizes(Model):
@@ -64,7 +65,7 @@ class InputSpec(Model):
     """A tensor that the caller hands over."""
 
     shape: Dims = Field(description="Global sizes, numbers or names.")
-    dtype: DTypeName | None = Field(None, description="By default that of the model.")
+    dtype: DTypeName | None = Field(None, description="By default that of the model; bool for a mask.")
     placement: Literal["replicated", "sequence", "cfg"] = Field(
         "replicated",
         description="replicated: every rank loads it whole; sequence: each rank loads its own rows; cfg: both "

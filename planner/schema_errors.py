@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,8 +26,8 @@ _EXPECTED = {
     "model_type": "a map",
     "model_attributes_type": "a map",
     "missing": "this key",
-    "enum": "bfloat16, float16, float32 or float64",
-    "is_instance_of": "bfloat16, float16, float32 or float64",
+    "enum": "bfloat16, float16, float32, float64 or bool",
+    "is_instance_of": "bfloat16, float16, float32, float64 or bool",
     "string_pattern_mismatch": "a name: letters, digits and _, not starting with a digit, with at most one dot",
     "too_short": "at least one",
     "too_long": "fewer items",
@@ -54,7 +55,7 @@ def _expected(error: ErrorDetails) -> str:
     context = error.get("ctx", {})
     kind = error["type"]
     if kind == "literal_error":
-        return str(context["expected"]).replace("'", "")
+        return re.sub(r"<\w+\.\w+: (\w+)>", r"\1", str(context["expected"]).replace("'", ""))  # members of an enum
     if kind == "greater_than_equal":
         return f"at least {context['ge']}"
     if kind == "less_than_equal":

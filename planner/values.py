@@ -36,10 +36,13 @@ class Dim:
     """Of HEADS: heads or kv_heads."""
     split: bool = False
     """Cut evenly over the tensor axis besides."""
+    by_place: bool = False
+    """Of a SEQUENCE of several segments: a send has laid its rows down place by place, each with rows of all segments;
+    else they lie segment by segment."""
 
     def __str__(self) -> str:
         if self.kind is DimKind.SEQUENCE:
-            return "+".join(self.segments)
+            return "+".join(self.segments) + (" by place" if self.by_place else "")
         return self.heads if self.kind is DimKind.HEADS else str(self.size)
 
 
@@ -107,6 +110,9 @@ class Value:
     """Where the value's segments start among those of the memory."""
     block: int | None = None
     """Which of the memory's stacked copies; None for all."""
+    place: int | None = None
+    """Whose rows, by the coordinate of ulysses, where the value is by sequence and its memory is whole; None for the
+    rank's own."""
 
     def describe(self) -> str:
         return f"{self.name} {show(self.form)}, {'partial sum, ' if self.partial else ''}{self.placement}"
