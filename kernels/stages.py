@@ -199,7 +199,17 @@ def _concat(site: _Site) -> Stage:
 
 
 def _guide(site: _Site) -> Stage:
-    return lambda tensors: [reference.guide(tensors[0], tensors[1], tensors[2])]
+    stacked = bool(site.with_role("both"))
+
+    def stage(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        cond, uncond = tensors[0].chunk(2) if stacked else tensors[:2]
+        return [reference.guide(cond, uncond, tensors[-1])]
+
+    return stage
+
+
+def _repeat(site: _Site) -> Stage:
+    return lambda tensors: [torch.cat([tensors[0], tensors[0]])]
 
 
 def _sum(site: _Site) -> Stage:
@@ -220,5 +230,6 @@ _MAKERS: dict[str, Callable[[_Site], Stage]] = {
     "call": _call,
     "concat": _concat,
     "guide": _guide,
+    "repeat": _repeat,
     "sum": _sum,
 }

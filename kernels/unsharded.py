@@ -59,7 +59,7 @@ class Unsharded:
         stacked = {name for name, spec in self.schedule.inputs if spec.placement == "cfg"}
         branches = [
             {name: (tensor[branch] if name in stacked else tensor).to(self.dtype) for name, tensor in inputs.items()}
-            for branch in range(self.schedule.axis("cfg"))
+            for branch in range(2 if self.schedule.cfg else 1)
         ]
         _Walk(self, branches, observe).items(self.schedule.step, None, "")
         return tuple(branches[0][name] for name in self.schedule.outputs)

@@ -333,6 +333,16 @@ def call(r: Rule, op: ops.Call) -> None:
                 "all_gather the operand first",
             )
             return r.give_up(op.out)
+    if any(r.e.guidance.mixes([r.value(operand).form for operand in inputs], form) for form in forms):
+        r.e.error(
+            "E216",
+            r.site.path,
+            "a tensor without a batch is made from both branches",
+            "an output with a batch",
+            ", ".join(map(show, forms)),
+            "give it a batch, or take `cfg: sequential`",
+        )
+        return r.give_up(op.out)
     outputs = [r.e.fresh(r.site.context.defines(out), form, placement) for out, form in zip(op.out, forms, strict=True)]
     cut = placement is Placement.HEAD or any(dim.split for operand in inputs for dim in r.value(operand).form)
     options = (("features", "cut"),) if cut else ()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from stepgraph.planner import ops
 from stepgraph.planner.opgraph import Action
 from stepgraph.planner.rules import Operand, Rule, heads_dim, memory_for
-from stepgraph.planner.values import Placement, Space, Value, row_dim
+from stepgraph.planner.values import DimKind, Placement, Space, Value, row_dim, show
 
 AXIS = {"send": "ulysses", "gather": "ulysses", "all_gather": "ulysses", "all_reduce": "tensor", "guide": "cfg"}
 
@@ -216,22 +216,36 @@ def all_reduce(r: Rule, op: ops.AllReduce) -> None:
 
 
 def guide(r: Rule, op: ops.Guide) -> None:
-    parallel = r.e.schedule.axis("cfg") > 1
-    what = "this rank's branch, where the mesh has an axis cfg" if parallel else "[cond, uncond]"
-    counted = r.count(1, 1, what) if parallel else r.count(2, 2, what)
+    guidance = r.e.guidance
+    full = r.site.context.defines(op.out)
+    what = "the branch alone, where the schedule has `cfg`" if guidance.mode else "[cond, uncond]"
+    counted = r.count(1, 1, what) if guidance.mode else r.count(2, 2, what)
     operands = r.read("in", op.in_)
-    scale = r.read("scale", (op.scale,))
+    scale = guidance.scale(r, op) if guidance.mode else r.read("scale", (op.scale,))
     joined = r.join(operands) if counted and operands and scale else None
     if not joined or not scale:
-        return r.give_up([op.out])
+        return guidance.result(full, None, r.site.path) if guidance.inside else r.give_up([op.out])
     placement, branches = joined
-    if parallel:
+    form = r.value(branches[0]).form
+    inputs = [("cond", branches[0].value), ("uncond", branches[-1].value)]
+    if guidance.mode == "parallel":
         (stacked,) = _exchange(r, op, branches, placement, 2)
         value = r.e.values[stacked]
-        branches = [Operand("in", r.e.value(replace(value, block=index)), branches[0].path) for index in range(2)]
-    inputs = [("cond", branches[0].value), ("uncond", branches[1].value), ("scale", scale[0].value)]
-    form = r.value(branches[0]).form
-    output = r.e.fresh(r.site.context.defines(op.out), form, placement)
-    r.node(Action.RUN, inputs, [output], stream=r.e.schedule.streams[0])
+        inputs = [(role, r.e.value(replace(value, block=block))) for block, role in enumerate(("cond", "uncond"))]
+    elif guidance.mode == "sequential":
+        cond = guidance.first.setdefault((r.site.path, r.site.context.suffix), branches[0].value)
+        if cond == branches[0].value:
+            return guidance.result(full, None, r.site.path)  # the second branch is yet to come
+        inputs = [("cond", cond), ("uncond", branches[0].value)]
+    elif guidance.mode == "batch":
+        if form[0].kind is not DimKind.BATCH:
+            r.e.error("E204", branches[0].path, "guide takes both branches in one batch", "(batch, ...)", show(form))
+            return guidance.result(full, None, r.site.path)
+        form = (replace(form[0], size=form[0].size // 2), *form[1:])
+        inputs = [("both", branches[0].value)]
+    output = r.e.fresh(full, form, placement)
+    r.node(Action.RUN, [*inputs, ("scale", scale[0].value)], [output], stream=r.e.schedule.streams[0])
+    if guidance.inside:
+        return guidance.result(full, output, r.site.path)
     r.define(op.out, output)
     return None

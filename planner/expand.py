@@ -8,6 +8,7 @@ from typing import Any
 
 from stepgraph.planner import compute_rules, exchange_rules
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError, nearest
+from stepgraph.planner.guidance import Guidance
 from stepgraph.planner.naming import Context, Namer, Site
 from stepgraph.planner.opgraph import Action, Node, OpGraph
 from stepgraph.planner.ops import Barrier, Dims, Handshake, Send
@@ -57,6 +58,7 @@ class Expander:
         self.reads: set[str] = set()
         self.layer = 0
         self.namer = Namer(self)
+        self.guidance = Guidance(self)
 
     # Diagnostics
 
@@ -89,6 +91,10 @@ class Expander:
     def read(self, name: str, path: TreePath, context: Context) -> int | None:
         """The value that a name has, or None after telling why it has none."""
         full = self.resolve(name, context)
+        if full in self.guidance.apart:
+            self.guidance.refuse(name, path)
+            self.guidance.apart.discard(full)
+            self.names[full] = None
         if full not in self.names:
             known = sorted(self.names)
             hint = nearest(name, known) or f"known here: {', '.join(known)}"
@@ -97,9 +103,15 @@ class Expander:
             )
             self.names[full] = None
         value = self.names[full]
-        if value is not None:
-            self.mark_read(value)
-        return value
+        if value is None:
+            return None
+        self.mark_read(value)
+        return self.guidance.seen(full, value)
+
+    @property
+    def part(self) -> str:
+        """Which of several nodes of one op in one layer is being made."""
+        return self.guidance.part
 
     def mark_read(self, value: int) -> None:
         if value in self.origin:
@@ -119,6 +131,7 @@ class Expander:
                     "or name the result otherwise",
                 )
         self.names[full] = value
+        self.guidance.apart.discard(full)
         if value is not None and path is not None:
             self.origin[value] = (path, full)
 
@@ -146,7 +159,7 @@ class Expander:
             if isinstance(dim, int):
                 form.append(Dim(DimKind.PLAIN, dim))
             elif dim == "batch" and index == 0:
-                form.append(Dim(DimKind.BATCH, sizes[dim]))
+                form.append(Dim(DimKind.BATCH, sizes[dim] * self.guidance.stacked))
             elif dim in segments and index == (1 if dims[0] == "batch" else 0):
                 form.append(Dim(DimKind.SEQUENCE, segments[dim], segments=(dim,)))
             elif dim in ("heads", "kv_heads"):
@@ -180,7 +193,7 @@ class Expander:
         check_sizes(self)
         top = Context("step", None)
         self.inputs(top)
-        self.items(self.schedule.step, top)
+        self.guidance.walk(top)
         self.unclosed()
         self.outputs(top)
         self.unread()
@@ -206,20 +219,23 @@ class Expander:
                 self.names[name] = None
                 continue
             placement = Placement.SEQUENCE if spec.placement == "sequence" else Placement.REPLICATED
-            memory = replace(
-                memory_for(name, form, placement, self.schedule),
-                space=Space.INPUT,
-                dtype=spec.dtype or self.schedule.model.dtype,
-            )
-            value = self.value(Value(name, self.memory(memory), form, placement, False, 0))
-            self.bind(name, value, path)
-            self.nodes.append(Node(Action.LOAD, "load", name, None, path, self.schedule.streams[0], (), (value,)))
+            for part in self.guidance.loads(name, spec, form):
+                memory = replace(
+                    memory_for(name, part.form, placement, self.schedule),
+                    space=Space.INPUT,
+                    dtype=spec.dtype or self.schedule.model.dtype,
+                )
+                value = self.value(Value(name, self.memory(memory), part.form, placement, False, 0))
+                self.bind(name, value, path)
+                self.guidance.load(name, spec, part.branch, value)
+                stream = self.schedule.streams[0]
+                self.nodes.append(Node(Action.LOAD, "load", name, None, path, stream, (), (value,), part=part.branch))
 
     def outputs(self, top: Context) -> None:
         for index, name in enumerate(self.schedule.outputs):
             path = self.schedule.outputs_path
             path = (*path, index) if isinstance(self.tree.value(path), list) else path
-            if name not in self.names:
+            if name not in self.names and name not in self.guidance.apart:
                 self.error(
                     "E212",
                     path,
@@ -362,6 +378,7 @@ class Expander:
                 axis="ulysses",
                 closes=tuple(node for node, _, _ in sends),
                 protocol=protocol or self.schedule.handshake,
+                part=self.part,
             )
         )
         for (_, full, sent_at), target in zip(sends, targets, strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 
 from stepgraph.planner.memory import MemoryPlan
-from stepgraph.planner.opgraph import Action, Node
+from stepgraph.planner.opgraph import BRANCHES, Action, Node
 from stepgraph.planner.plan import (
     Axis,
     Buffer,
@@ -79,6 +79,7 @@ class _Tables:
             handshake = node.action is Action.HANDSHAKE
             self.exchange_of[index, group] = len(self.exchanges)
             name = node.name if node.layer is None else f"{node.name}[{node.layer}]"
+            name = f"{name} {node.part}" if node.part else name
             self.exchanges.append(
                 Exchange(
                     ExchangeKind.HANDSHAKE if handshake else ExchangeKind.COLLECTIVE,
@@ -99,7 +100,7 @@ class _Tables:
                 tree.place(node.path).line,
                 tuple(Operand(role, values[value].name) for role, value in node.inputs),
                 tuple(values[value].name for value in node.outputs),
-                node.options,
+                (*node.options, ("part", node.part)) if node.part else node.options,
             )
             for node in self.graph.nodes
         )
@@ -228,7 +229,8 @@ class _Rank:
             first_row = self._rows_before(value, self.shares.coordinate(self.rank, "ulysses"))
         batch = 0
         if spec.placement == "cfg":
-            batch = self.shares.coordinate(self.rank, "cfg") * self.graph.memories[value.memory].batch
+            branch = BRANCHES.index(node.part) if node.part else self.shares.coordinate(self.rank, "cfg")
+            batch = branch * self.graph.memories[value.memory].batch
         number = [name for name, _ in self.graph.schedule.inputs].index(node.name)
         return Load(stream, number, batch, Region(first_row, region.rows, region.col, region.cols), view)
 
@@ -287,16 +289,21 @@ def lower(memory: MemoryPlan) -> Plan:
     tables = _Tables(memory)
     schedule, shares = tables.graph.schedule, memory.shares
     ranks = tuple(_Rank(tables, rank).program() for rank in range(shares.world_size))
-    inputs = []
+    inputs: dict[str, Input] = {}
     for node in tables.graph.nodes:
         if node.action is Action.LOAD:
             value = tables.graph.values[node.outputs[0]]
             found, spec = tables.graph.memories[value.memory], dict(schedule.inputs)[node.name]
             shape = local_shape(value.form, Placement.REPLICATED, shares, 0)
             rows = 1 if found.rows is None else found.rows.size
-            branches = 2 if spec.placement == "cfg" else 1
-            box = (found.batch * branches, rows, prod(local_shape(found.pieces[0], Placement.REPLICATED, shares, 0)))
-            inputs.append(Input(node.name, (2, *shape) if branches == 2 else shape, found.dtype, box))
+            batch = found.batch
+            if spec.placement == "cfg":
+                if schedule.cfg == "batch":
+                    shape = (2, batch // 2, *shape[1:])
+                else:
+                    shape, batch = (2, *shape), batch * 2
+            box = (batch, rows, prod(local_shape(found.pieces[0], Placement.REPLICATED, shares, 0)))
+            inputs[node.name] = Input(node.name, shape, found.dtype, box)
     outputs = []
     for node in tables.graph.nodes:
         if node.action is Action.STORE:
@@ -313,7 +320,7 @@ def lower(memory: MemoryPlan) -> Plan:
         transport=schedule.transport,
         groups=tuple(tables.groups),
         streams=schedule.streams,
-        inputs=tuple(inputs),
+        inputs=tuple(inputs.values()),
         outputs=tuple(outputs),
         ops=tables.ops(),
         exchanges=tuple(tables.exchanges),

@@ -145,6 +145,13 @@ CODES: dict[str, Entry] = {
         "The schedule has variants or buckets: each is a plan of its own.",
         "Choose one with --variant and --bucket, or compile all of them to a plan set.",
     ),
+    "E216": Entry(
+        "branches of guidance that don't go together",
+        "With `cfg`, all ops up to the step's last guide are done for both branches: on ranks of their own (parallel), "
+        "in one batch (batch) or one after the other (sequential). They see inputs and what they make themselves; what "
+        "comes behind the guide sees inputs that both branches share, and what guides have made.",
+        "End the branches with `guide: {in: noise, scale: guidance, out: noise}`, and make behind it what is left.",
+    ),
     "E301": Entry(
         "race on a target",
         "Two ranks touch the same bytes of a target, one of them writing, and nothing orders them within a replay.",

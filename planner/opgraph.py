@@ -14,6 +14,9 @@ from stepgraph.planner.schedule import Schedule
 from stepgraph.planner.source import TreePath
 from stepgraph.planner.values import Memory, Value
 
+BRANCHES = ("cond", "uncond")
+"""The branches of guidance, in the order in which a sequential step does them."""
+
 
 class Action(Enum):
     """What a node does when it is issued."""
@@ -50,6 +53,8 @@ class Node:
     closes: tuple[int, ...] = ()
     """Of a handshake: the nodes whose sends it closes."""
     protocol: Handshake | None = None
+    part: str = ""
+    """Which of several nodes of one op in one layer: the branch of guidance."""
 
 
 @dataclass(frozen=True, slots=True)

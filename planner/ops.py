@@ -202,10 +202,10 @@ class Split(OpFields):
 
 class Guide(OneOutput):
     summary: ClassVar[str] = (
-        "Classifier-free guidance: uncond + scale * (cond - uncond). Takes in: [cond, uncond], or, where the mesh "
-        "has an axis cfg, this rank's branch alone."
+        "Classifier-free guidance: uncond + scale * (cond - uncond). Takes in: [cond, uncond], or, where the schedule "
+        "has `cfg`, the branch alone."
     )
-    scale: Name = Field(description="Tensor of shape (batch).")
+    scale: Name = Field(description="Tensor of shape (batch); with `cfg`, an input.")
     via: Via = Field("copy", description="How the branches are exchanged over the mesh's cfg axis.")
     buffers: BufferCount = Field("auto", description="How many targets alternate.")
     handshake: Handshake | None = Field(None, description="memop, copy or kernel.")

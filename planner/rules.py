@@ -193,6 +193,7 @@ class Rule:
                 axis,
                 closes,
                 protocol,
+                self.e.part,
             )
         )
         return len(self.e.nodes) - 1
@@ -250,8 +251,21 @@ def check_sizes(e: Expander) -> None:
             f"{heads} heads, {kv_heads} of k and v",
             "take fewer ulysses ranks; only the sequence may have empty shares",
         )
-    if schedule.axis("cfg") > 2:
-        e.error("E204", ("mesh", "cfg"), "there are two branches of guidance", "1 or 2", str(schedule.axis("cfg")))
+    branches = schedule.axis("cfg")
+    if branches > 2:
+        e.error("E204", ("mesh", "cfg"), "there are two branches of guidance", "1 or 2", str(branches))
+    elif schedule.cfg == "parallel" and branches < 2:
+        e.error(
+            "E216", ("cfg",), "the branches have no ranks of their own", "an axis cfg of 2 in `mesh`", str(branches)
+        )
+    elif schedule.cfg in ("batch", "sequential") and branches > 1:
+        e.error(
+            "E216",
+            ("cfg",),
+            "the mesh has ranks for each branch",
+            "cfg: parallel, or a mesh without cfg",
+            f"cfg: {schedule.cfg}, and an axis cfg of {branches}",
+        )
     for name, _ in schedule.segments:
         if name in ("batch", "hidden", "heads", "kv_heads", "head_dim", "ffn"):
             e.error(

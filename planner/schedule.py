@@ -28,6 +28,7 @@ from stepgraph.planner.plan import DType, Source
 from stepgraph.planner.schema_errors import schema_diagnostics
 from stepgraph.planner.source import Overrides, SourceTree, TreePath, read, read_file
 
+Cfg = Literal["batch", "sequential", "parallel"]
 AxisName = Literal["ulysses", "tensor", "cfg"]
 
 
@@ -69,7 +70,7 @@ class InputSpec(Model):
     placement: Literal["replicated", "sequence", "cfg"] = Field(
         "replicated",
         description="replicated: every rank loads it whole; sequence: each rank loads its own rows; cfg: both "
-        "branches, conditioned first, are stacked in front of the shape, and each rank loads its own.",
+        "branches, conditioned first, are stacked in front of the shape.",
     )
 
 
@@ -149,6 +150,11 @@ class Document(Model):
         description="What the caller hands over, in order."
     )
     outputs: Names = Field(description="What the caller gets: names at the end of the step.")
+    cfg: Cfg | None = Field(
+        None,
+        description="Classifier-free guidance. batch: both branches in one batch; sequential: one after the other in "
+        "one step; parallel: each on ranks of its own, along the mesh's axis cfg of 2, where it is the default.",
+    )
     streams: Annotated[dict[Name, StreamSpec], Field(min_length=1)] = Field(
         default={"compute": StreamSpec(), "copy": StreamSpec()},
         description="The streams; a capture starts and ends on the first.",
@@ -217,6 +223,8 @@ class Schedule:
     inputs: tuple[tuple[str, InputSpec], ...]
     outputs: tuple[str, ...]
     outputs_path: TreePath
+    cfg: Cfg | None
+    """How both branches of guidance are computed; None where there is one."""
     streams: tuple[str, ...]
     handshake: Handshake
     transport: Literal["auto", "symmetric", "ipc", "nccl"]
@@ -361,6 +369,7 @@ def parse(tree: SourceTree) -> Schedule:
         inputs=tuple(document.inputs.items()),
         outputs=variants[0].outputs if variants else document.outputs,
         outputs_path=variants[0].outputs_path if variants else ("outputs",),
+        cfg=document.cfg or ("parallel" if document.mesh.get("cfg", 1) > 1 else None),
         streams=tuple(document.streams),
         handshake=document.defaults.handshake,
         transport=document.defaults.transport,

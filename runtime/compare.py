@@ -15,7 +15,7 @@ from stepgraph.kernels.stages import MadeUpStages, Stage, StageMaker
 from stepgraph.kernels.unsharded import Unsharded
 from stepgraph.planner.compile import check_schedule
 from stepgraph.planner.memory import MemoryPlan
-from stepgraph.planner.opgraph import Action
+from stepgraph.planner.opgraph import BRANCHES, Action, Node
 from stepgraph.planner.plan import Plan, Run
 from stepgraph.planner.shares import Shares
 from stepgraph.planner.values import DimKind, Placement, Value
@@ -210,7 +210,7 @@ class _Comparison:
         for number, node in enumerate(self.graph.nodes):
             if node.kind in ("send", "all_gather"):
                 self.by_place |= set(node.outputs)
-            if node.action is not Action.RUN:
+            if node.action is not Action.RUN or node.kind == "repeat":
                 continue
             if self.by_place & {value for _, value in node.inputs}:
                 self.by_place |= set(node.outputs)
@@ -228,6 +228,15 @@ class _Comparison:
     def _ranks(self, op: int) -> dict[int, Seen]:
         return {rank: self.seen[rank, op] for rank in range(self.plan.world_size)}
 
+    def _whole(self, seen: Mapping[_Key, Tensor], node: Node, value: Value, rank: int) -> Tensor:
+        """A value as the unsharded model has it, in the branch that the rank or the node is of, or of both."""
+        schedule = self.graph.schedule
+        branch = BRANCHES.index(node.part) if node.part else self.shares.coordinate(rank, "cfg")
+        op, layer, name = node.name.removesuffix(".sum"), node.layer, value.name
+        if value.form and value.form[0].kind is DimKind.BATCH and value.form[0].size > schedule.batch:
+            return torch.cat([seen[op, layer, number, name] for number in range(len(BRANCHES))])
+        return seen[op, layer, branch, name]
+
     def _row(self, number: int, value_id: int, by_rank: Mapping[int, Tensor]) -> list[Compared]:
         """One row, or none for what has no counterpart in the unsharded model: blocks that are yet to be added."""
         node, value = self.graph.nodes[number], self.graph.values[value_id]
@@ -235,18 +244,18 @@ class _Comparison:
             return []
         worst, tolerance, where = 0.0, 0.0, 0
         for rank in by_rank:
-            key = (node.name.removesuffix(".sum"), node.layer, self.shares.coordinate(rank, "cfg"), value.name)
+            exact, rounded = (self._whole(seen, node, value, rank) for seen in (self.exact, self.rounded))
             got = by_rank[rank].double()
             if value.partial:
                 got = torch.stack([by_rank[member].double() for member in self.shares.group(rank, "tensor")]).sum(0)
-            want = share_of(self.exact[key], value, self.shares, rank, value_id in self.by_place)
+            want = share_of(exact, value, self.shares, rank, value_id in self.by_place)
             assert want.shape == got.shape, (node.name, value.name, want.shape, got.shape)
             if not want.numel():
                 continue
             error = float((got - want).abs().max())
-            off = (self.rounded[key].double() - self.exact[key]).abs().max()
+            off = (rounded.double() - exact).abs().max()
             eps = torch.finfo(torch_dtype(self.plan.dtype)).eps
-            tolerance = max(tolerance, SLACK * float(off), 8 * eps * float(self.exact[key].abs().max()))
+            tolerance = max(tolerance, SLACK * float(off), 8 * eps * float(exact.abs().max()))
             if not math.isnan(worst) and not error <= worst:
                 worst, where = error, rank
         line = self.plan.ops[number].line
