@@ -212,6 +212,16 @@ def _repeat(site: _Site) -> Stage:
     return lambda tensors: [torch.cat([tensors[0], tensors[0]])]
 
 
+def _join(site: _Site) -> Stage:
+    counts = [[int(count) for count in chunk.split(",")] for chunk in site.options["heads"].split()]
+
+    def stage(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        by_chunk = [tensor.split(chunk, dim=2) for tensor, chunk in zip(tensors, counts, strict=True)]
+        return [torch.cat([part for place in zip(*by_chunk, strict=True) for part in place], dim=2)]
+
+    return stage
+
+
 def _sum(site: _Site) -> Stage:
     rows = site.outputs[0].region.rows
     blocks = site.inputs[0].region.rows // rows if rows else 1
@@ -231,5 +241,6 @@ _MAKERS: dict[str, Callable[[_Site], Stage]] = {
     "concat": _concat,
     "guide": _guide,
     "repeat": _repeat,
+    "join": _join,
     "sum": _sum,
 }

@@ -18,7 +18,7 @@ from stepgraph.kernels.weights import MadeUpWeights
 from stepgraph.planner import ops
 from stepgraph.planner.naming import base_name
 from stepgraph.planner.ops import Dims
-from stepgraph.planner.schedule import EachItem, Item, LayersItem, OpItem, Schedule
+from stepgraph.planner.schedule import ChunksItem, EachItem, Item, LayersItem, OpItem, Schedule
 
 Observe = Callable[[str, int | None, int, Mapping[str, Tensor]], None]
 """Is told an op's name, its layer, the branch of guidance, and the tensors that names mean there."""
@@ -43,7 +43,7 @@ class Unsharded:
     def _name(self, block: str, items: Iterable[Item], taken: dict[str, int]) -> None:
         """Op names as the language defines them: unnamed repeats of a kind are numbered in the file's order."""
         for item in items:
-            if isinstance(item, EachItem):
+            if isinstance(item, EachItem | ChunksItem):
                 self._name(block, item.items, taken)
             elif isinstance(item, OpItem):
                 base = name = base_name(item)
@@ -97,6 +97,8 @@ class _Walk:
             if isinstance(item, EachItem):
                 for each in item.suffixes:
                     self.items(item.items, layer, each)
+            elif isinstance(item, ChunksItem):
+                self.items(item.items, layer, suffix)
             elif isinstance(item, LayersItem):
                 for block, repeat, first in item.runs:
                     self.layer = self.layer if first is None else first

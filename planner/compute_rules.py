@@ -183,6 +183,21 @@ def attention(r: Rule, op: ops.Attention) -> None:
             r.value(narrowed[parts]).describe(),
         )
         return r.give_up(outs)
+    chunk = None if r.e.chunk is None else q_heads.chunk
+    if chunk:
+        narrowed = [r.in_chunk(operand, chunk) for operand in narrowed]
+    for operand in narrowed:
+        dim = heads_dim(r.value(operand).form)
+        if dim is not None and dim.chunk != r.e.chunk:
+            r.e.error(
+                "E217",
+                operand.path,
+                "the attention is in chunks, and an operand is not",
+                "what is sent in the chunks, or replicated",
+                r.value(operand).describe(),
+                "move the send into `do`",
+            )
+            return r.give_up(outs)
     keys = [row_dim(r.value(k).form) for k in narrowed[parts : 2 * parts]]
     masks, options = key_masks(r, op, [key for key in keys if key]) if op.mask else ([], ())
     if masks is None:

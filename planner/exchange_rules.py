@@ -6,29 +6,44 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stepgraph.planner import ops
+from stepgraph.planner.chunking import Chunks
 from stepgraph.planner.opgraph import Action
 from stepgraph.planner.rules import Operand, Rule, heads_dim, memory_for
+from stepgraph.planner.shares import Shares
 from stepgraph.planner.values import DimKind, Placement, Space, Value, row_dim, show
 
 AXIS = {"send": "ulysses", "gather": "ulysses", "all_gather": "ulysses", "all_reduce": "tensor", "guide": "cfg"}
 
 
-def _laid(value: Value, placement: Placement) -> Value:
-    """A value with its rows in the order in which an exchange leaves them."""
-    by_place = placement is Placement.HEAD
-    form = tuple(replace(dim, by_place=by_place and len(dim.segments) > 1) for dim in value.form)
+def _laid(r: Rule, value: Value, placement: Placement) -> Value:
+    """A value with its rows in the order in which an exchange leaves them, and the heads that it brings."""
+    by_head = placement is Placement.HEAD
+    form = tuple(
+        replace(
+            dim,
+            by_place=by_head and len(dim.segments) > 1,
+            chunk=r.e.chunk if by_head and dim.kind is DimKind.HEADS else dim.chunk,
+        )
+        for dim in value.form
+    )
     return replace(value, form=form)
 
 
-def _target(r: Rule, op: ops.Exchanging | ops.Guide, operand: Operand, placement: Placement, copies: int = 1) -> int:
-    """A value in a symmetric target, shaped like the operand under ``placement``."""
-    value = _laid(r.value(operand), placement)
+def _whole(value: Value) -> Value:
+    """A value with the heads of all chunks."""
+    return replace(value, form=tuple(replace(dim, chunk=None) for dim in value.form))
+
+
+def _target(r: Rule, op: ops.Exchanging | ops.Guide, value: Value, placement: Placement, copies: int = 1) -> int:
+    """A value in a symmetric target, shaped like ``value`` under ``placement``."""
+    value = _laid(r, value, placement)
+    chunk = next((f".chunk{dim.chunk[0]}" for dim in value.form if dim.chunk), "")
     memory = replace(
         memory_for(value.name, value.form, placement, r.e.schedule),
         space=Space.TARGET,
         dtype=r.e.memories[value.memory].dtype,
         copies=copies,
-        family=f"{r.site.name}:{value.name}",
+        family=f"{r.site.name}:{value.name}{chunk}",
         buffers=None if op.buffers == "auto" else op.buffers,
         axis=AXIS[r.site.kind],
     )
@@ -43,7 +58,7 @@ def _exchange(
     if op.via == "nccl":
         outputs = []
         for operand in operands:
-            value = _laid(r.value(operand), placement)
+            value = _laid(r, r.value(operand), placement)
             dtype = r.e.memories[value.memory].dtype
             memory = replace(memory_for(value.name, value.form, placement, r.e.schedule), dtype=dtype, copies=copies)
             outputs.append(r.e.value(Value(value.name, r.e.memory(memory), value.form, placement, False, 0)))
@@ -51,19 +66,24 @@ def _exchange(
         return outputs
     sends, outputs = [], []
     for operand in operands:
-        target = _target(r, op, operand, placement, copies)
+        target = _target(r, op, r.value(operand), placement, copies)
         sends.append(r.node(Action.SEND, [("in", operand.value)], [target], axis=axis))
         outputs.append(target)
+    _close(r, op, sends, outputs)
+    return outputs
+
+
+def _close(r: Rule, op: ops.Exchanging | ops.Guide, sends: Sequence[int], outputs: Sequence[int]) -> None:
+    """One handshake for the sends of an op."""
     r.node(
         Action.HANDSHAKE,
         [],
         outputs,
         name=f"{r.site.name}.handshake",
-        axis=axis,
+        axis=AXIS[r.site.kind],
         closes=tuple(sends),
         protocol=op.handshake or r.e.schedule.handshake,
     )
-    return outputs
 
 
 def _names(r: Rule, op: ops.Exchanging) -> tuple[str, ...]:
@@ -127,7 +147,7 @@ def send(r: Rule, op: ops.Send) -> None:
             r.define(name, output)
         return None
     for name, operand in zip(names, operands, strict=False):
-        target = _target(r, op, operand, Placement.HEAD)
+        target = _target(r, op, r.value(operand), Placement.HEAD)
         node = r.node(Action.SEND, [("in", operand.value)], [target], axis="ulysses")
         full = r.e.resolve(name, r.site.context) if not op.out else r.site.context.defines(name)
         r.e.open_sends.append((node, full, r.site.path))
@@ -148,7 +168,57 @@ def gather(r: Rule, op: ops.Gather) -> None:
                 "gather the parts, and concat them then",
             )
             operands = None
-    _move(r, op, operands, Placement.SEQUENCE)
+    if r.e.chunks is not None and r.e.chunk is not None:
+        return _gather_chunk(r, op, operands, r.e.chunks)
+    return _move(r, op, operands, Placement.SEQUENCE)
+
+
+def _gather_chunk(r: Rule, op: ops.Gather, operands: list[Operand] | None, chunks: Chunks) -> None:
+    """One chunk of a gather. Via copy all chunks end in one target, and the last handshake makes it readable; the
+    results of collectives are put side by side by a stage."""
+    names = _names(r, op)
+    if not operands:
+        return r.give_up(names)
+    places = [(r.site.path, f"{r.site.context.suffix}.{index}") for index in range(len(operands))]
+    if op.via == "nccl":
+        for place, output in zip(places, _exchange(r, op, operands, Placement.SEQUENCE), strict=True):
+            chunks.gathered.setdefault(place, []).append(output)
+        if chunks.is_last:
+            for name, place in zip(names, places, strict=False):
+                _join(r, name, chunks.gathered[place])
+        return None
+    sends, targets = [], []
+    for place, operand in zip(places, operands, strict=True):
+        if place not in chunks.gathered:
+            chunks.gathered[place] = [_target(r, op, _whole(r.value(operand)), Placement.SEQUENCE)]
+        targets += chunks.gathered[place]
+        sends.append(r.node(Action.SEND, [("in", operand.value)], targets[-1:], axis="ulysses"))
+    _close(r, op, sends, targets if chunks.is_last else [])
+    for name, target in zip(names, targets if chunks.is_last else [], strict=False):
+        r.define(name, target)
+    return None
+
+
+def _join(r: Rule, name: str, parts: list[int]) -> None:
+    """The heads of all chunks in their order, from what each chunk has brought. The option `heads` tells how many of
+    them a chunk has of each place."""
+    values = [r.e.values[part] for part in parts]
+    heads = heads_dim(values[0].form)
+    assert heads is not None
+    shares = Shares(r.e.schedule)
+    counts = [shares.chunk_counts(heads.heads, (number, len(parts))) for number in range(len(parts))]
+    output = r.e.fresh(values[0].name, _whole(values[0]).form, Placement.SEQUENCE)
+    r.node(
+        Action.RUN,
+        [("in", part) for part in parts],
+        [output],
+        (("heads", " ".join(",".join(map(str, count)) for count in counts)),),
+        kind="join",
+        name=f"{r.site.name}.join",
+        stream=r.e.schedule.streams[0],
+        chunked=False,
+    )
+    r.define(name, output)
 
 
 def all_gather(r: Rule, op: ops.AllGather) -> None:

@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from stepgraph.planner import compute_rules, exchange_rules
+from stepgraph.planner.chunking import Chunks
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError, nearest
 from stepgraph.planner.guidance import Guidance
 from stepgraph.planner.naming import Context, Namer, Site
 from stepgraph.planner.opgraph import Action, Node, OpGraph
 from stepgraph.planner.ops import Barrier, Dims, Handshake, Send
 from stepgraph.planner.rules import Rule, check_sizes, memory_for
-from stepgraph.planner.schedule import EachItem, Item, LayersItem, OpItem, Schedule
+from stepgraph.planner.schedule import ChunksItem, EachItem, Item, LayersItem, OpItem, Schedule
+from stepgraph.planner.shares import Chunk
 from stepgraph.planner.source import TreePath
 from stepgraph.planner.values import Dim, DimKind, Form, Memory, Placement, Space, Value
 
@@ -59,6 +61,9 @@ class Expander:
         self.layer = 0
         self.namer = Namer(self)
         self.guidance = Guidance(self)
+        self.chunks: Chunks | None = None
+        self.cut: set[str] = set()
+        """Names that mean something in chunks only."""
 
     # Diagnostics
 
@@ -95,6 +100,16 @@ class Expander:
             self.guidance.refuse(name, path)
             self.guidance.apart.discard(full)
             self.names[full] = None
+        if self.chunk is None and full in self.cut:
+            self.error(
+                "E217",
+                path,
+                f"'{name}' is in chunks",
+                "the attention of the chunks, or their gathers",
+                "an op that is done whole",
+                "read it before it is sent, or what has been gathered",
+            )
+            return None
         if full not in self.names:
             known = sorted(self.names)
             hint = nearest(name, known) or f"known here: {', '.join(known)}"
@@ -109,9 +124,10 @@ class Expander:
         return self.guidance.seen(full, value)
 
     @property
-    def part(self) -> str:
-        """Which of several nodes of one op in one layer is being made."""
-        return self.guidance.part
+    def chunk(self) -> Chunk | None:
+        """The chunk of the heads that is being expanded."""
+        chunks = self.chunks
+        return None if chunks is None or chunks.number is None else (chunks.number, chunks.count)
 
     def mark_read(self, value: int) -> None:
         if value in self.origin:
@@ -132,6 +148,8 @@ class Expander:
                 )
         self.names[full] = value
         self.guidance.apart.discard(full)
+        if self.chunk is None:
+            self.cut.discard(full)
         if value is not None and path is not None:
             self.origin[value] = (path, full)
 
@@ -229,7 +247,7 @@ class Expander:
                 self.bind(name, value, path)
                 self.guidance.load(name, spec, part.branch, value)
                 stream = self.schedule.streams[0]
-                self.nodes.append(Node(Action.LOAD, "load", name, None, path, stream, (), (value,), part=part.branch))
+                self.nodes.append(Node(Action.LOAD, "load", name, None, path, stream, (), (value,), branch=part.branch))
 
     def outputs(self, top: Context) -> None:
         for index, name in enumerate(self.schedule.outputs):
@@ -301,6 +319,8 @@ class Expander:
                     self.items(item.items, replace(context, suffix=suffix))
             elif isinstance(item, LayersItem):
                 self.layers(item, context)
+            elif isinstance(item, ChunksItem):
+                Chunks(self, item, context).expand()
             else:
                 self.op(item, context)
 
@@ -378,7 +398,8 @@ class Expander:
                 axis="ulysses",
                 closes=tuple(node for node, _, _ in sends),
                 protocol=protocol or self.schedule.handshake,
-                part=self.part,
+                branch=self.guidance.part,
+                chunk=self.chunk,
             )
         )
         for (_, full, sent_at), target in zip(sends, targets, strict=True):

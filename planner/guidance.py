@@ -9,7 +9,7 @@ from stepgraph.planner import ops
 from stepgraph.planner.naming import Context
 from stepgraph.planner.opgraph import BRANCHES, Action, Node
 from stepgraph.planner.rules import Operand, Rule
-from stepgraph.planner.schedule import EachItem, InputSpec, Item, OpItem
+from stepgraph.planner.schedule import ChunksItem, EachItem, InputSpec, Item, OpItem
 from stepgraph.planner.source import TreePath
 from stepgraph.planner.values import DimKind, Form, show
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _guides(item: Item) -> list[OpItem]:
-    if isinstance(item, EachItem):
+    if isinstance(item, EachItem | ChunksItem):
         return [guide for inner in item.items for guide in _guides(inner)]
     return [item] if isinstance(item, OpItem) and item.kind == "guide" else []
 
@@ -102,7 +102,7 @@ class Guidance:
             self.inside = True
             for part in BRANCHES if self.mode == "sequential" else ("",):
                 self.part, e.layer, self.apart = part, 0, set()
-                e.names = {**shared, **self.loaded.get(part, {})}
+                e.names, e.cut = {**shared, **self.loaded.get(part, {})}, set()
                 e.items(own, top)
                 e.unclosed()
             self.inside, self.part = False, ""

@@ -50,6 +50,12 @@ from stepgraph.planner.values import (
 )
 
 
+def _part(node: Node) -> tuple[tuple[str, str], ...]:
+    """The options that tell which of several nodes of one op in one layer a node is."""
+    branch = (("branch", node.branch),) if node.branch else ()
+    return (*branch, ("chunk", f"{node.chunk[0]}/{node.chunk[1]}")) if node.chunk else branch
+
+
 class _Tables:
     """What all ranks share: ops, exchanges, groups, events."""
 
@@ -100,7 +106,7 @@ class _Tables:
                 tree.place(node.path).line,
                 tuple(Operand(role, values[value].name) for role, value in node.inputs),
                 tuple(values[value].name for value in node.outputs),
-                (*node.options, ("part", node.part)) if node.part else node.options,
+                (*node.options, *_part(node)),
             )
             for node in self.graph.nodes
         )
@@ -160,16 +166,18 @@ class _Rank:
         final = region_of(taken, memories[taken.memory], shares, receiver)
         there, here = shares.coordinate(receiver, node.axis), shares.coordinate(sender, node.axis)
         if node.kind == "send":
-            heads = next(dim for dim in given.form if dim.heads)
+            heads = next(dim for dim in taken.form if dim.heads)
             per_head = prod(local_shape(features(given.form)[1:], Placement.REPLICATED, shares, sender))
-            first, count = shares.heads[heads.heads][there]
+            first, count = shares.head_range(heads.heads, there, heads.chunk)
             cut = Region(whole.row, whole.rows, whole.col + first * per_head, count * per_head)
             return cut, Region(self._rows_before(given, here), whole.rows, final.col, final.cols)
         if node.kind == "gather":
             first_row = self._rows_before(taken, there)
             heads = next(dim for dim in given.form if dim.heads)
-            per_head = final.cols // (heads.size // (shares.schedule.axis("tensor") if heads.split else 1))
-            first, _ = shares.heads[heads.heads][here]
+            per_head = prod(local_shape(features(given.form)[1:], Placement.REPLICATED, shares, sender))
+            first, _ = shares.head_range(heads.heads, here, heads.chunk)
+            if any(dim.chunk for dim in taken.form):  # the chunk alone, place by place
+                first = sum(shares.chunk_counts(heads.heads, heads.chunk)[:here])
             cut = Region(whole.row + first_row, final.rows, whole.col, whole.cols)
             return cut, Region(0, final.rows, first * per_head, whole.cols)
         if node.kind == "all_gather":
@@ -229,7 +237,7 @@ class _Rank:
             first_row = self._rows_before(value, self.shares.coordinate(self.rank, "ulysses"))
         batch = 0
         if spec.placement == "cfg":
-            branch = BRANCHES.index(node.part) if node.part else self.shares.coordinate(self.rank, "cfg")
+            branch = BRANCHES.index(node.branch) if node.branch else self.shares.coordinate(self.rank, "cfg")
             batch = branch * self.graph.memories[value.memory].batch
         number = [name for name, _ in self.graph.schedule.inputs].index(node.name)
         return Load(stream, number, batch, Region(first_row, region.rows, region.col, region.cols), view)

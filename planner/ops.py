@@ -239,12 +239,16 @@ class LayerRun(Model):
     )
 
 
+class ChunkSpec(Model):
+    heads: Annotated[int, Field(ge=1, le=64)] = Field(description="Into how many chunks each rank's heads are cut.")
+
+
 def _layer_runs(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
 class Entry(Model):
-    """One item of a block or step: a map of one key, the kind; or `each` with `do`."""
+    """One item of a block or step: a map of one key, the kind; or `each` or `chunks` with `do`."""
 
     norm: Annotated[Norm, OPERANDS] | None = None
     modulate: Annotated[Modulate, OPERANDS] | None = None
@@ -270,8 +274,13 @@ class Entry(Model):
     each: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] | None = Field(
         None, description="Suffixes: `do` is repeated for each; in it `x` means `x.suffix` if there is one."
     )
+    chunks: ChunkSpec | None = Field(
+        None,
+        description="{heads: N}: in `do`, from the sends to the gathers of an attention, each rank's heads are cut "
+        "into N chunks: chunk i + 1 is sent while chunk i is attended to and chunk i - 1 is gathered.",
+    )
     do: Annotated[tuple[Entry, ...], BeforeValidator(as_tuple)] | None = Field(
-        None, description="The ops that are repeated for each suffix."
+        None, description="The ops that are repeated for each suffix, or cut into chunks."
     )
 
 

@@ -11,6 +11,7 @@ from stepgraph.planner import ops
 from stepgraph.planner.naming import Site
 from stepgraph.planner.opgraph import Action, Node
 from stepgraph.planner.schedule import Schedule
+from stepgraph.planner.shares import Chunk
 from stepgraph.planner.values import (
     Dim,
     DimKind,
@@ -36,8 +37,10 @@ class Operand:
 
 
 def same_form(left: Form, right: Form) -> bool:
-    key = [(dim.size, dim.segments, dim.split, dim.by_place) for dim in left]
-    return key == [(dim.size, dim.segments, dim.split, dim.by_place) for dim in right]
+    def key(form: Form) -> list[object]:
+        return [(dim.size, dim.segments, dim.split, dim.by_place, dim.chunk) for dim in form]
+
+    return key(left) == key(right)
 
 
 def width_of(form: Form) -> int:
@@ -146,6 +149,14 @@ class Rule:
             return operand
         return replace(operand, value=self.e.value(replace(value, placement=placement)))
 
+    def in_chunk(self, operand: Operand, chunk: Chunk) -> Operand:
+        """The heads of a chunk, of the rank's own heads of what is whole here; others as they are."""
+        value = self.value(operand)
+        if self.e.memories[value.memory].placement is not Placement.REPLICATED or value.placement is not Placement.HEAD:
+            return operand
+        form = tuple(replace(dim, chunk=chunk) if dim.kind is DimKind.HEADS else dim for dim in value.form)
+        return replace(operand, value=self.e.value(replace(value, form=form)))
+
     def fits(self, operand: Operand, form: Form, what: str) -> bool:
         """Whether an operand has the features of ``form`` and its rows, one row, or none: it is broadcast then."""
         got = self.value(operand).form
@@ -177,6 +188,7 @@ class Rule:
         axis: str = "",
         closes: tuple[int, ...] = (),
         protocol: ops.Handshake | None = None,
+        chunked: bool = True,
     ) -> int:
         site = self.site
         self.e.nodes.append(
@@ -193,7 +205,8 @@ class Rule:
                 axis,
                 closes,
                 protocol,
-                self.e.part,
+                self.e.guidance.part,
+                self.e.chunk if chunked else None,
             )
         )
         return len(self.e.nodes) - 1

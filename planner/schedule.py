@@ -192,7 +192,15 @@ class LayersItem:
     path: TreePath
 
 
-Item = OpItem | EachItem | LayersItem
+@dataclass(frozen=True, slots=True)
+class ChunksItem:
+    heads: int
+    """Into how many chunks each rank's heads are cut."""
+    items: tuple[Item, ...]
+    path: TreePath
+
+
+Item = OpItem | EachItem | LayersItem | ChunksItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,13 +316,15 @@ class _Itemizer:
         keys = [name for name in type(entry).model_fields if name in entry.model_fields_set]
         if set(keys) == {"each", "do"} and entry.each and entry.do:
             return EachItem(entry.each, self.items(entry.do, (*path, "do")), path)
-        if len(keys) != 1 or keys[0] in ("each", "do"):
+        if set(keys) == {"chunks", "do"} and entry.chunks and entry.do:
+            return ChunksItem(entry.chunks.heads, self.items(entry.do, (*path, "do")), path)
+        if len(keys) != 1 or keys[0] in ("each", "chunks", "do"):
             self.problems.append(
                 Diagnostic(
                     "E103",
                     "an op is a map of one key, its kind",
                     self.tree.place(path),
-                    "one kind, or `each` with `do`",
+                    "one kind, or `each` or `chunks` with `do`",
                     ", ".join(keys) or "nothing",
                     "put each op on a line of its own, behind a dash",
                 )

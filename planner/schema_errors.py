@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stepgraph.planner.diagnostics import Diagnostic, nearest
-from stepgraph.planner.ops import OP_KINDS, Entry, LayerRun, Model
+from stepgraph.planner.ops import OP_KINDS, ChunkSpec, Entry, LayerRun, Model
 from stepgraph.planner.source import SourceTree
 
 Path = tuple[str | int, ...]
@@ -100,6 +100,8 @@ def _known_keys(path: Path) -> list[str]:
         if parents[0] == "defaults":
             kind_defaults: Model = getattr(levels.Defaults(), kind, levels.KindDefaults())
             return list(type(kind_defaults).model_fields)
+        if kind == "chunks":
+            return list(ChunkSpec.model_fields)
         if kind in OP_KINDS:
             return [info.alias or name for name, info in OP_KINDS[kind].model_fields.items()]
         if len(parents) == 2 and parents[0] == "variants":

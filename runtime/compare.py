@@ -152,8 +152,11 @@ def share_of(whole: Tensor, value: Value, shares: Shares, rank: int, by_place: b
             continue
         if dim.split:
             whole = whole.narrow(axis, part * (dim.size // parts), dim.size // parts)
-        if dim.kind is DimKind.HEADS and value.placement is Placement.HEAD:
-            whole = whole.narrow(axis, *shares.heads[dim.heads][place])
+        if dim.kind is DimKind.HEADS and (value.placement is Placement.HEAD or dim.chunk):
+            cut = value.placement is Placement.HEAD
+            held = [place] if cut else range(shares.schedule.axis("ulysses"))
+            ranges = [shares.head_range(dim.heads, number, dim.chunk) for number in held]
+            whole = torch.cat([whole.narrow(axis, *found) for found in ranges], dim=axis)
     return whole
 
 
@@ -165,6 +168,11 @@ def _rows(whole: Tensor, axis: int, segments: Sequence[str], shares: Shares, pla
         found.append(whole.narrow(axis, start + first, count))
         start += dict(shares.schedule.segments)[name]
     return torch.cat(found, dim=axis)
+
+
+def base_of(node: Node) -> str:
+    """The op of the schedule that a node belongs to: of a stage that ends an exchange, that of the exchange."""
+    return node.name.removesuffix(".sum").removesuffix(".join")
 
 
 _Key = tuple[str, int | None, int, str]
@@ -192,7 +200,7 @@ class _Comparison:
         wanted: dict[tuple[str, int | None], set[str]] = {}
         for node in self.graph.nodes:
             names = {self.graph.values[value].name for value in node.outputs}
-            wanted.setdefault((node.name.removesuffix(".sum"), node.layer), set()).update(names)
+            wanted.setdefault((base_of(node), node.layer), set()).update(names)
         found: dict[_Key, Tensor] = {}
 
         def observe(op: str, layer: int | None, branch: int, tensors: Mapping[str, Tensor]) -> None:
@@ -231,8 +239,8 @@ class _Comparison:
     def _whole(self, seen: Mapping[_Key, Tensor], node: Node, value: Value, rank: int) -> Tensor:
         """A value as the unsharded model has it, in the branch that the rank or the node is of, or of both."""
         schedule = self.graph.schedule
-        branch = BRANCHES.index(node.part) if node.part else self.shares.coordinate(rank, "cfg")
-        op, layer, name = node.name.removesuffix(".sum"), node.layer, value.name
+        branch = BRANCHES.index(node.branch) if node.branch else self.shares.coordinate(rank, "cfg")
+        op, layer, name = base_of(node), node.layer, value.name
         if value.form and value.form[0].kind is DimKind.BATCH and value.form[0].size > schedule.batch:
             return torch.cat([seen[op, layer, number, name] for number in range(len(BRANCHES))])
         return seen[op, layer, branch, name]

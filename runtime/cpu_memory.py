@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.planner.plan import Plan, Region, View
-from stepgraph.runtime.movement import Moved, endings, moved_right
+from stepgraph.runtime.movement import Moved, endings, moved_right, widths
 from stepgraph.runtime.shadow import Conflict, Ints, Shadow
 
 POISON = 0xFF
@@ -154,7 +154,7 @@ class Movements:
         """(op, rank, replay) -> the source view when it was first read."""
         self.unread: dict[tuple[int, int], dict[Moved, tuple[int, int]]] = defaultdict(dict)
         """(rank, buffer) -> the ops that have filled it since it was last read, with their exchange and replay."""
-        self.ends = endings(plan)
+        self.ends, self.widths = endings(plan), widths(plan)
 
     def note(self, moved: Moved, rank: int, replay: int, source: Tensor) -> None:
         if (moved, rank, replay) not in self.sent:
@@ -173,7 +173,7 @@ class Movements:
             sent = {member: source for member, source in by_rank.items() if source is not None}
             got = self.memories[rank].tensors.get(buffer)
             self.report.movements_checked += 1
-            if got is None or not moved_right(self.plan, exchange, rank, moved, self.ends, sent, got):
+            if got is None or not moved_right(self.plan, exchange, rank, moved, self.ends, sent, got, self.widths):
                 self.report.movement_exact = False
 
 

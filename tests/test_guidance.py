@@ -132,7 +132,7 @@ def test_what_a_step_does() -> None:
     behind = once[once.index(("step.guide", None)) :]
     branch = once[: -len(behind)]
     assert [(op.name, op.layer) for op in names["sequential"]] == branch + branch + behind
-    parts = [dict(op.options).get("part") for op in names["sequential"]]
+    parts = [dict(op.options).get("branch") for op in names["sequential"]]
     assert parts[: len(branch)] == ["cond"] * len(branch)
     assert parts[len(branch) : 2 * len(branch)] == ["uncond"] * len(branch)
     batched = [(op.name, op.layer) for op in names["batch"]]

@@ -10,19 +10,33 @@ from stepgraph.planner.plan import Collective, Plan, Run, Send
 from stepgraph.planner.verify.findings import place_of_op
 
 
+def _first_chunks(plan: Plan) -> list[int]:
+    """For each op, the first one that is another chunk of the same; itself where it is whole."""
+    found: list[int] = []
+    seen: dict[tuple[object, ...], int] = {}
+    for number, op in enumerate(plan.ops):
+        options = dict(op.options)
+        whole = options.pop("chunk", None) is None
+        key = (op.kind, op.name, op.layer, *sorted(options.items()))
+        found.append(number if whole else seen.setdefault(key, number))
+    return found
+
+
 def coverage(plan: Plan) -> Iterator[Diagnostic]:
     """E307 for an op that nobody carries out, and for a target that an op's sends fill in part."""
     done = {exchange.op for exchange in plan.exchanges}
     area: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    """(op, target) -> elements of a batch that each rank is sent."""
+    """(op, target) -> elements of a batch that each rank is sent. Chunks of one op fill a target together."""
+    first = _first_chunks(plan)
     handshake: dict[tuple[int, int], int] = {}
     for program in plan.ranks:
         for item in program.instructions:
             if isinstance(item, Run | Send | Collective):
                 done.add(item.op)
             if isinstance(item, Send):
-                area[item.op, item.target][item.peer] += item.region.rows * item.region.cols
-                handshake[item.op, item.target] = plan.exchanges[item.exchange].op
+                filled = first[item.op], item.target
+                area[filled][item.peer] += item.region.rows * item.region.cols
+                handshake[filled] = plan.exchanges[item.exchange].op
     for number, op in enumerate(plan.ops):
         if number not in done and op.outputs and op.kind != "load":  # which names no op
             yield Diagnostic(
