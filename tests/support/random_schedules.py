@@ -51,6 +51,7 @@ class _Block:
 
     def __init__(self, draw: st.DrawFn, axes: Axes) -> None:
         self.draw, self.axes, self.lines = draw, axes, list[str]()
+        self.chunked = False
 
     def one_of(self, *choices: str) -> str:
         return self.draw(st.sampled_from(choices))
@@ -87,7 +88,7 @@ class _Block:
         for name, following in pairwise([*order, ""]):
             if rotated and name != "v":
                 self.add(f"norm_rope: {{name: rope_{name}, in: {name}, rope: rope}}")
-            closes = not following or self.yes()
+            closes = not following or (not self.chunked and self.yes())
             fields = f", buffers: {self.one_of('1', '2')}" if self.draw(st.integers(0, 3)) == 0 else ""
             self.add(f"send: {{in: {name}{', barrier: true' if closes else ''}{fields}}}")
 
@@ -95,9 +96,14 @@ class _Block:
         self.add("norm: {in: x, out: h}")
         order = self.projections()
         if self.yes():
+            self.chunked = self.draw(st.integers(0, 2)) == 0
+            before = len(self.lines)
             self.sends(order)
             self.add("attention: {in: [q, k, v], out: o}")
             self.add(f"gather: {{in: o{self.exchange()}}}")
+            if self.chunked:
+                inner = [f"    {line}" for line in self.lines[before:]]
+                self.lines[before:] = ["    - chunks: {heads: 2}", "      do:", *inner]
         else:
             together = self.yes()
             for number, name in enumerate(["[k, v]"] if together else ["k", "v"]):
@@ -135,7 +141,7 @@ def schedules(draw: st.DrawFn, axes_of: Sequence[Axes] = ANY) -> str:
         block.mlp()
     text = "\n".join(block.lines)
     rotated = "rope: rope" in text
-    heads = axes.tensor * (axes.ulysses + draw(st.integers(0, 1)))
+    heads = axes.tensor * (axes.ulysses * (2 if block.chunked else 1) + draw(st.integers(0, 1)))
     return HEAD.format(
         layers=draw(st.integers(1, 3 if axes.ulysses * axes.tensor == 2 else 2)),
         heads=heads,
