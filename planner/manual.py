@@ -297,6 +297,12 @@ CODES: dict[str, Entry] = {
         "loop has ended.",
         "Write it again with `stepgraph verify PLAN --counterexample FILE`; give the run enough --steps.",
     ),
+    "E614": Entry(
+        "a variant out of turn",
+        "A variant comes only after those that its `after` names; the first variant begins a request, and may come "
+        "at any time.",
+        "Run the first variant, or one that the variant may follow, before it.",
+    ),
     "E612": Entry(
         "a rank that died",
         "The process of a rank ended before it had a result.",

@@ -101,6 +101,11 @@ class PlanSet:
         return {version(later): tuple(version(p) for p in self.plans if allowed(p, later)) for later in self.plans}
 
 
+def alone(plan: Plan) -> PlanSet:
+    """A plan without other versions, as a set."""
+    return PlanSet(plan.name, (), (), (plan,))
+
+
 def version(plan: Plan) -> str:
     """The name of a plan's version in its set; that of the plan where it has one version."""
     return "/".join(name for name in (plan.source.variant, plan.source.bucket) if name) or plan.name
