@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from stepgraph.planner.diagnostics import Diagnostic, Place
 from stepgraph.planner.plan import Instruction, Plan
 from stepgraph.planner.verify.counterexample import Unordered
-from stepgraph.planner.verify.order import Step
+from stepgraph.planner.verify.order import Order, Step
 
 MAX_FINDINGS = 5
 """Of one code; more tell nothing new."""
@@ -50,8 +50,8 @@ def op_of(plan: Plan, item: Instruction) -> int | None:
     return op if isinstance(op, int) else None
 
 
-def name(plan: Plan, step: Step) -> str:
-    """An instruction with everything that tells it from others."""
+def name(plan: Plan, step: Step, when: str | None = None) -> str:
+    """An instruction with everything that tells it from others; ``when`` says which replay, else its number does."""
     item = plan.ranks[step.rank].instructions[step.number]
     op = op_of(plan, item)
     what: str = item.do
@@ -60,7 +60,12 @@ def name(plan: Plan, step: Step) -> str:
         layer = "" if found.layer is None else f"[{found.layer}]"
         what = f"{item.do} {found.name}{layer}, line {found.line}"
     where = f"rank {step.rank}, stream {plan.streams[item.stream]}, instruction {step.number}"
-    return f"{what} ({where}, replay {step.replay})"
+    return f"{what} ({where}, {when or f'replay {step.replay}'})"
+
+
+def name_in(order: Order, step: Step) -> str:
+    """An instruction of one of several replays."""
+    return name(order.plans[step.replay], step, order.titles[step.replay])
 
 
 def place(plan: Plan, step: Step) -> Place | None:

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import ExchangeKind, Plan, Protocol
-from stepgraph.planner.verify import flags
+from stepgraph.planner.verify import exchanges
 from stepgraph.planner.verify.counterexample import Counterexample, Unordered, counterexample
 from stepgraph.planner.verify.coverage import coverage
 from stepgraph.planner.verify.drops import drops
 from stepgraph.planner.verify.findings import first_of_each, name, place
 from stepgraph.planner.verify.order import Order, order_of
 from stepgraph.planner.verify.races import races
+from stepgraph.planner.verify.words import words
 
 REPLAYS = 2
 
@@ -81,10 +82,10 @@ def _collector_paused() -> Iterator[None]:
 @_collector_paused()
 def prove(plan: Plan) -> Proof:
     """Check every rule of the plan. Findings are errors; a plan without any is proven, under the assumptions."""
-    order = order_of(plan, REPLAYS)
+    order = order_of([plan] * REPLAYS)
     found: list[Diagnostic | Unordered] = [
-        *flags.events(plan),
-        *flags.spans(plan),
+        *exchanges.events(plan),
+        *exchanges.spans(plan),
         *coverage(plan),
         *drops(plan),
     ]
@@ -101,8 +102,8 @@ def prove(plan: Plan) -> Proof:
             )
         )
         return _proof(plan, order, found, 0)
-    found += [*flags.joins(plan, order), *flags.words(plan, order), *flags.exchange_order(plan, order)]
-    raced, compared = races(plan, order)
+    found += [*exchanges.joins(order), *words(order), *exchanges.exchange_order(order)]
+    raced, compared = races(order)
     return _proof(plan, order, [*found, *raced], compared)
 
 
