@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from stepgraph.planner.diagnostics import Diagnostic, Place
 from stepgraph.planner.plan import Instruction, Plan
@@ -31,13 +31,13 @@ CODES = {
 }
 
 
-def first_of_each(findings: Sequence[Diagnostic | Unordered]) -> list[Diagnostic | Unordered]:
+def first_of_each(findings: Iterable[Diagnostic | Unordered], most: int = MAX_FINDINGS) -> list[Diagnostic | Unordered]:
     """The first few findings of each code."""
     counts: dict[str, int] = {}
     kept: list[Diagnostic | Unordered] = []
     for finding in findings:
         counts[finding.code] = counts.get(finding.code, 0) + 1
-        if counts[finding.code] <= MAX_FINDINGS:
+        if counts[finding.code] <= most:
             kept.append(finding)
     return kept
 

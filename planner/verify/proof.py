@@ -68,7 +68,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """A proof makes many small objects and no cycles: looking for cycles among them takes a third of its time."""
     was_on = gc.isenabled()
     gc.disable()
@@ -79,9 +79,14 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-@_collector_paused()
+@collector_paused()
 def prove(plan: Plan) -> Proof:
     """Check every rule of the plan. Findings are errors; a plan without any is proven, under the assumptions."""
+    return examine(plan)[0]
+
+
+def examine(plan: Plan) -> tuple[Proof, Order]:
+    """The proof, and the order that it has found."""
     order = order_of([plan] * REPLAYS)
     found: list[Diagnostic | Unordered] = [
         *exchanges.events(plan),
@@ -101,10 +106,10 @@ def prove(plan: Plan) -> Proof:
                 "what they wait for is missing, or comes after them",
             )
         )
-        return _proof(plan, order, found, 0)
+        return _proof(plan, order, found, 0), order
     found += [*exchanges.joins(order), *words(order), *exchanges.exchange_order(order)]
     raced, compared = races(order)
-    return _proof(plan, order, [*found, *raced], compared)
+    return _proof(plan, order, [*found, *raced], compared), order
 
 
 def _proof(plan: Plan, order: Order, found: list[Diagnostic | Unordered], compared: int) -> Proof:
