@@ -69,6 +69,11 @@ CODES: dict[str, Entry] = {
         "An index or a region lies outside of what it refers to.",
         "Compile the schedule again.",
     ),
+    "E155": Entry(
+        "a version that is not there",
+        "A plan set has a plan for each variant and each bucket of its schedule, and no other.",
+        "Take the nearest name.",
+    ),
     "E201": Entry(
         "read before it exists",
         "No op above makes a tensor of this name, and it is no input. Inside `each`, "
@@ -129,6 +134,16 @@ CODES: dict[str, Entry] = {
         "an output that can't be handed out",
         "Outputs are whole on every rank at the end of the step.",
         "End the step with an all_gather.",
+    ),
+    "E214": Entry(
+        "a variant or size that is not there",
+        "`after` names variants of the same schedule, and a bucket gives values for sizes of `shape`.",
+        "Take the nearest name.",
+    ),
+    "E215": Entry(
+        "several versions where one is wanted",
+        "The schedule has variants or buckets: each is a plan of its own.",
+        "Choose one with --variant and --bucket, or compile all of them to a plan set.",
     ),
     "E301": Entry(
         "race on a target",
