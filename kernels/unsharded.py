@@ -25,7 +25,8 @@ Observe = Callable[[str, int | None, int, Mapping[str, Tensor]], None]
 
 
 class Unsharded:
-    """A callable model: named inputs to named outputs, all whole, in ``dtype`` and on ``device``."""
+    """A callable model: named inputs to named outputs, all whole, in ``dtype`` and on ``device``. A call is a step, and
+    states are those that the call before has left."""
 
     def __init__(
         self,
@@ -36,6 +37,8 @@ class Unsharded:
     ) -> None:
         self.schedule, self.dtype = schedule, dtype
         self.weights = MadeUpWeights(seed, device or torch.device("cpu"))
+        self.states: list[dict[str, Tensor]] = [{} for _ in range(schedule.axis("cfg"))]
+        """Of each branch of guidance: what the last step has left in each state, by name and, if it has one, layer."""
         self.names: dict[tuple[str | int, ...], str] = {}
         for block, items in (*schedule.blocks.items(), ("step", schedule.step)):
             self._name(block, items, {})
@@ -61,7 +64,10 @@ class Unsharded:
             {name: (tensor[branch] if name in stacked else tensor).to(self.dtype) for name, tensor in inputs.items()}
             for branch in range(self.schedule.axis("cfg"))
         ]
-        _Walk(self, branches, observe).items(self.schedule.step, None, "")
+        walk = _Walk(self, branches, observe)
+        walk.recall("step", "")
+        walk.items(self.schedule.step, None, "")
+        walk.store("step", "")
         return tuple(branches[0][name] for name in self.schedule.outputs)
 
 
@@ -92,6 +98,25 @@ class _Walk:
         rows = bool(rest) and (rest[0] in segments or (len(rest) > 1 and rest[0] not in ("heads", "kv_heads")))
         return Lead(batch, rows)
 
+    def recall(self, per: str, key: str) -> None:
+        """Let the names of the step's or a layer's states mean what the last step has left in them."""
+        sizes = self.schedule.sizes
+        for name, spec in self.schedule.state.items():
+            if spec.per != per:
+                continue
+            self.leads[name] = self.lead(spec.shape)
+            for tensors, kept in zip(self.branches, self.model.states, strict=True):
+                if name + key not in kept:
+                    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+                    kept[name + key] = torch.zeros(shape, dtype=self.model.dtype, device=self.model.weights.device)
+                tensors[name] = kept[name + key]
+
+    def store(self, per: str, key: str) -> None:
+        """Keep what their names mean now."""
+        for name in (name for name, spec in self.schedule.state.items() if spec.per == per):
+            for tensors, kept in zip(self.branches, self.model.states, strict=True):
+                kept[name + key] = tensors[name]
+
     def items(self, items: Iterable[Item], layer: int | None, suffix: str) -> None:
         for item in items:
             if isinstance(item, EachItem):
@@ -100,7 +125,9 @@ class _Walk:
             elif isinstance(item, LayersItem):
                 for block, repeat in item.runs:
                     for _ in range(repeat):
+                        self.recall("layer", f"[{self.layer}]")
                         self.items(self.schedule.blocks[block], self.layer, "")
+                        self.store("layer", f"[{self.layer}]")
                         self.layer += 1
             else:
                 for branch in range(len(self.branches)):
@@ -251,6 +278,23 @@ def _identity(o: _Op) -> None:
         o.write(out, o.read(name))
 
 
+def _send(o: _Op) -> None:
+    assert isinstance(o.op, ops.Send)
+    if o.op.into is None:
+        _identity(o)
+        return
+    (x,), state = o.read_all(), o.read(o.op.into).clone()
+    first = o.walk.schedule.sizes[o.op.at] if isinstance(o.op.at, str) else o.op.at
+    state[:, first : first + x.shape[1]] = x
+    o.tensors[o.full(o.op.into)] = state
+
+
+def _keep(o: _Op) -> None:
+    assert isinstance(o.op, ops.Keep)
+    (x,) = o.read_all()
+    o.tensors[o.full(o.op.into)] = x
+
+
 def _concat(o: _Op) -> None:
     assert isinstance(o.op, ops.Concat)
     parts = o.read_all()
@@ -287,7 +331,7 @@ def _nothing(o: _Op) -> None:
 
 _STEPS: dict[str, Callable[[_Op], None]] = {
     "norm": _norm, "modulate": _modulate, "residual": _residual, "mlp": _mlp, "norm_rope": _rotate, "rope": _rotate,
-    "attention": _attention, "linear": _linear, "call": _call, "send": _identity, "barrier": _nothing,
+    "attention": _attention, "linear": _linear, "call": _call, "send": _send, "keep": _keep, "barrier": _nothing,
     "gather": _identity, "all_reduce": _identity, "shard": _identity, "all_gather": _identity, "concat": _concat,
     "split": _split, "guide": _guide,
 }  # fmt: skip

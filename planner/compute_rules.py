@@ -254,6 +254,10 @@ def linear(r: Rule, op: ops.Linear) -> None:
         else:
             pieces.append((Dim(DimKind.PLAIN, sizes[width], split=column),))
     partial = op.split == "row"
+    options = (("split", op.split),) if op.split else ()
+    (name, *others) = widths
+    if not others and r.site.context.defines(name) in r.e.schedule.state:
+        return r.run(inputs, name, (*lead, *pieces[0]), placement, options, partial)
     memory = r.e.memory(
         replace(
             memory_for(r.site.name.split(".")[-1], (*lead, *pieces[0]), placement, r.e.schedule), pieces=tuple(pieces)
@@ -263,7 +267,6 @@ def linear(r: Rule, op: ops.Linear) -> None:
         r.e.value(Value(r.site.context.defines(name), memory, (*lead, *piece), placement, partial, index))
         for index, (name, piece) in enumerate(zip(widths, pieces, strict=True))
     ]
-    options = (("split", op.split),) if op.split else ()
     r.node(Action.RUN, [(o.role, o.value) for o in inputs], outputs, options)
     for name, output in zip(widths, outputs, strict=True):
         r.define(name, output)
@@ -307,10 +310,10 @@ def call(r: Rule, op: ops.Call) -> None:
     if not joined:
         return r.give_up(op.out)
     placement, inputs = joined
-    made = {dim.segments for form in forms for dim in form}
+    lengths = {dim.segments for form in forms for dim in form}
     for index, operand in enumerate(operands):
         row = row_dim(r.value(operand).form)
-        if placement is Placement.SEQUENCE and row is not None and row.segments not in made:
+        if placement is Placement.SEQUENCE and row is not None and row.segments not in lengths:
             inputs[index] = operand  # rows of another sequence than the outputs': whole where it is replicated
     needed = DimKind.SEQUENCE if placement is Placement.SEQUENCE else DimKind.HEADS
     for out, form in zip(op.out, forms, strict=True):
@@ -324,7 +327,10 @@ def call(r: Rule, op: ops.Call) -> None:
                 "all_gather the operand first",
             )
             return r.give_up(op.out)
-    outputs = [r.e.fresh(r.site.context.defines(out), form, placement) for out, form in zip(op.out, forms, strict=True)]
+    made = [r.result(out, form, placement) for out, form in zip(op.out, forms, strict=True)]
+    outputs = [output for output in made if output is not None]
+    if len(outputs) < len(made):
+        return r.give_up(op.out)
     cut = placement is Placement.HEAD or any(dim.split for operand in inputs for dim in r.value(operand).form)
     options = (("features", "cut"),) if cut else ()
     r.node(Action.RUN, [(o.role, o.value) for o in inputs], outputs, options)

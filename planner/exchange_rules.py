@@ -8,6 +8,7 @@ from dataclasses import replace
 from stepgraph.planner import ops
 from stepgraph.planner.opgraph import Action
 from stepgraph.planner.rules import Operand, Rule, heads_dim, memory_for
+from stepgraph.planner.state_rules import send_into
 from stepgraph.planner.values import Placement, Space, Value, row_dim
 
 AXIS = {"send": "ulysses", "gather": "ulysses", "all_gather": "ulysses", "all_reduce": "tensor", "guide": "cfg"}
@@ -104,6 +105,9 @@ def send(r: Rule, op: ops.Send) -> None:
                 "E204", operand.path, "send needs heads", "(batch, seq, heads, head_dim)", r.value(operand).describe()
             )
             operands = None
+    if op.into is not None:
+        one = r.count(1, 1, "one tensor, where it goes into a state")
+        return send_into(r, op, operands[0].value if operands and one else None, r.operand_path("in", 0))
     if not operands:
         return r.give_up(names)
     if op.via == "nccl":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError, nearest
@@ -51,8 +51,14 @@ class ModelSizes(Model):
     dtype: DTypeName = Field(description="bfloat16, float16, float32 or float64.")
 
 
+Extra = Annotated[int, Field(ge=0, le=2**40)]
+
+
 class ShapeSizes(Model):
-    """Global sizes of a request."""
+    """Global sizes of a request: batch, seq, and any others under names of their own, for shapes and for `at`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Extra]
 
     batch: Size = Field(1, description="Samples.")
     seq: Size | Annotated[dict[Name, Size], Field(min_length=1)] = Field(
@@ -69,6 +75,20 @@ class InputSpec(Model):
         "replicated",
         description="replicated: every rank loads it whole; sequence: each rank loads its own rows; cfg: both "
         "branches, conditioned first, are stacked in front of the shape, and each rank loads its own.",
+    )
+
+
+class StateSpec(Model):
+    """A tensor that outlives a step: zero before a session's first step, then what the last step has left in it."""
+
+    shape: Dims = Field(description="Global sizes, numbers or names.")
+    placement: Literal["sequence", "head", "replicated"] = Field(
+        "replicated",
+        description="replicated: every rank holds it whole; sequence: its own rows; head: all rows of its own heads.",
+    )
+    dtype: DTypeName | None = Field(None, description="By default that of the model.")
+    per: Literal["step", "layer"] = Field(
+        "step", description="layer: every layer has one of its own, and the name means that of the layer; step: one."
     )
 
 
@@ -119,6 +139,7 @@ class Defaults(Model):
     all_gather: ExchangeDefaults = ExchangeDefaults()
     concat: KindDefaults = KindDefaults()
     split: KindDefaults = KindDefaults()
+    keep: KindDefaults = KindDefaults()
     guide: ExchangeDefaults = ExchangeDefaults()
 
 
@@ -136,6 +157,7 @@ class Document(Model):
         description="What the caller hands over, in order."
     )
     outputs: Names = Field(description="What the caller gets: names at the end of the step.")
+    state: dict[Name, StateSpec] = Field(default={}, description="Tensors that outlive a step.")
     streams: Annotated[dict[Name, StreamSpec], Field(min_length=1)] = Field(
         default={"compute": StreamSpec(), "copy": StreamSpec()},
         description="The streams; a capture starts and ends on the first.",
@@ -178,8 +200,12 @@ class Schedule:
     batch: int
     segments: tuple[tuple[str, int], ...]
     """Named sequence lengths; a plain `seq` is one segment named seq."""
+    more_sizes: tuple[tuple[str, int], ...]
+    """The other named sizes of `shape`."""
     inputs: tuple[tuple[str, InputSpec], ...]
     outputs: tuple[str, ...]
+    state: Mapping[str, StateSpec]
+    """In the order written."""
     streams: tuple[str, ...]
     handshake: Handshake
     transport: Literal["auto", "symmetric", "ipc", "nccl"]
@@ -193,7 +219,7 @@ class Schedule:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every named size: batch, segments, hidden, heads, kv_heads, head_dim, ffn."""
+        """Every named size: batch, segments, hidden, heads, kv_heads, head_dim, ffn, and the others of `shape`."""
         model = self.model
         return {
             "batch": self.batch,
@@ -203,6 +229,7 @@ class Schedule:
             "kv_heads": model.kv_heads or model.heads,
             "ffn": model.ffn,
             **dict(self.segments),
+            **dict(self.more_sizes),
         }
 
 
@@ -274,8 +301,10 @@ def parse(tree: SourceTree) -> Schedule:
         mesh=tuple(document.mesh.items()),
         batch=document.shape.batch,
         segments=tuple(seq.items()) if isinstance(seq, dict) else (("seq", seq),),
+        more_sizes=tuple((document.shape.model_extra or {}).items()),
         inputs=tuple(document.inputs.items()),
         outputs=document.outputs,
+        state=document.state,
         streams=tuple(document.streams),
         handshake=document.defaults.handshake,
         transport=document.defaults.transport,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.planner.plan import Plan, Region, View
-from stepgraph.runtime.movement import Moved, endings, moved_right
+from stepgraph.runtime.movement import Moved, endings, moved_right, state_rows
 from stepgraph.runtime.shadow import Conflict, Ints, Shadow
 
 POISON = 0xFF
@@ -92,6 +92,7 @@ class RankMemory:
         self.tensors: dict[int, Tensor] = {}
         self.shadows: list[Shadow] = []
         self.dropped: set[int] = set()
+        self.states = plan.state_buffers
         for index, buffer in enumerate(self.program.buffers):
             shape = (buffer.batch, buffer.rows, buffer.cols)
             if index < len(plan.targets):
@@ -102,6 +103,18 @@ class RankMemory:
                 self.shadows.append(arena_shadow.part(offset // self.unit, (*shape[:2], shape[2] * wide)))
             else:
                 self.shadows.append(Shadow.of(shape, chains))
+        self.reset_state()
+
+    def reset_state(self) -> None:
+        """Zero every state: nobody has written it."""
+        for index in self.states:
+            buffer = self.program.buffers[index]
+            if index in self.tensors:
+                self.tensors[index].zero_()
+            else:
+                shape = (buffer.batch, buffer.rows, buffer.cols)
+                self.tensors[index] = torch.zeros(shape, dtype=torch_dtype(buffer.dtype))
+            self.shadow(index, Region(0, buffer.rows, 0, buffer.cols)).forget()
 
     def _wide(self, buffer: int) -> int:
         """Shadow elements an element."""
@@ -123,19 +136,22 @@ class RankMemory:
         return self.region(view.buffer, view.region).view(view.shape)
 
     def allocate(self, buffer: int, result: Tensor | None = None) -> Tensor:
-        """Memory for a local buffer: poisoned, or what a stage has made."""
+        """Memory for a local buffer: poisoned, or what a stage has made. A state stays where it is."""
         found = self.program.buffers[buffer]
         shape = (found.batch, found.rows, found.cols)
         if result is None:
             result = torch.full(shape, float("nan"), dtype=torch_dtype(found.dtype))
+        if buffer in self.states:
+            return self.tensors[buffer].copy_(result)
         # What a stage gives may be its own, and is poisoned later.
         self.tensors[buffer] = result.clone(memory_format=torch.contiguous_format)
         self.dropped.discard(buffer)
         return self.tensors[buffer]
 
     def forget_local(self) -> None:
-        """A replay starts with targets and nothing else."""
-        for buffer in [number for number in self.tensors if number >= len(self.plan.targets)]:
+        """A replay starts with targets and states, and nothing else."""
+        kept = {*range(len(self.plan.targets)), *self.states}
+        for buffer in [number for number in self.tensors if number not in kept]:
             del self.tensors[buffer]
         self.dropped.clear()
 
@@ -155,6 +171,7 @@ class Movements:
         self.unread: dict[tuple[int, int], dict[Moved, tuple[int, int]]] = defaultdict(dict)
         """(rank, buffer) -> the ops that have filled it since it was last read, with their exchange and replay."""
         self.ends = endings(plan)
+        self.rows = state_rows(plan)
 
     def note(self, moved: Moved, rank: int, replay: int, source: Tensor) -> None:
         if (moved, rank, replay) not in self.sent:
@@ -164,7 +181,16 @@ class Movements:
     def over(self, exchange: int, rank: int, replay: int) -> None:
         """An exchange is over on a rank: what it closes there is to be right when it is read."""
         for moved, buffer in self.ends.get((exchange, rank), {}).items():
+            rows = self.rows.get(moved)
+            if rows is not None:  # what nobody has read of a state is gone where something else has come over it
+                for other in [m for m in self.unread[rank, buffer] if m != moved]:
+                    if rows.start < self.rows[other].stop and self.rows[other].start < rows.stop:
+                        del self.unread[rank, buffer][other]
             self.unread[rank, buffer][moved] = (exchange, replay)
+
+    def made_anew(self, rank: int, buffer: int) -> None:
+        """A stage has replaced a state: what was sent into it before is gone, read or not."""
+        self.unread.pop((rank, buffer), None)
 
     def read(self, rank: int, buffer: int) -> None:
         """Before the first read of what exchanges brought: it holds what the group sent."""

@@ -181,7 +181,7 @@ class RankQueues:
         conflict, unwritten = shadow.read(chain, int(clock[chain]), clock)
         if conflict is not None:
             self.world.conflict(self.rank, buffer, conflict)
-        if unwritten and region.rows and region.cols:
+        if unwritten and region.rows and region.cols and buffer not in self.memory.states:
             name = self.program.buffers[buffer].name
             self.world.report.fault("unwritten", f"rank {self.rank} reads {name}, which nobody has written")
         if shadow.lost(buffer):
@@ -245,6 +245,8 @@ class RankQueues:
             results = call_stage(self.plan, self.rank, run, stage, [self.memory.view(view) for view in inputs])
             for buffer, result in results:
                 self.allocate(run.stream, buffer, result)
+                if buffer in self.memory.states:
+                    self.world.movements.made_anew(self.rank, buffer)
             for view in outputs:
                 self.write(run.stream, view.buffer, view.region)
 

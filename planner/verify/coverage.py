@@ -11,18 +11,22 @@ from stepgraph.planner.verify.findings import place_of_op
 
 
 def coverage(plan: Plan) -> Iterator[Diagnostic]:
-    """E307 for an op that nobody carries out, and for a target that an op's sends fill in part."""
+    """E307 for an op that nobody carries out, and for a target that an op's sends fill in part; of a state, the rows of
+    all that is sent."""
     done = {exchange.op for exchange in plan.exchanges}
     area: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
     """(op, target) -> elements of a batch that each rank is sent."""
     handshake: dict[tuple[int, int], int] = {}
-    for program in plan.ranks:
+    rows: dict[int, dict[int, int]] = defaultdict(dict)
+    """Op -> rows that each rank sends."""
+    for sender, program in enumerate(plan.ranks):
         for item in program.instructions:
             if isinstance(item, Run | Send | Collective):
                 done.add(item.op)
             if isinstance(item, Send):
                 area[item.op, item.target][item.peer] += item.region.rows * item.region.cols
                 handshake[item.op, item.target] = plan.exchanges[item.exchange].op
+                rows[item.op][sender] = program.views[item.source].region.rows
     for number, op in enumerate(plan.ops):
         if number not in done and op.outputs and op.kind != "load":  # which names no op
             yield Diagnostic(
@@ -33,17 +37,20 @@ def coverage(plan: Plan) -> Iterator[Diagnostic]:
                 "none",
                 "what it would make is read all the same, or the op is of no use",
             )
+    states = plan.state_buffers
     for (number, target), found in area.items():
         closing = handshake[number, target]
-        groups = {exchange.group for exchange in plan.exchanges if exchange.op == closing}
-        for rank in sorted({rank for group in groups for rank in plan.groups[group]}):
+        groups = {plan.groups[exchange.group] for exchange in plan.exchanges if exchange.op == closing}
+        for rank, group in sorted((rank, group) for group in groups for rank in group):
             buffer = plan.ranks[rank].buffers[target]
-            if found.get(rank, 0) != buffer.rows * buffer.cols:
+            sent = sum(rows[number].get(member, 0) for member in group)
+            wanted = (sent if target in states else buffer.rows) * buffer.cols
+            if found.get(rank, 0) != wanted:
                 yield Diagnostic(
                     "E307",
                     f"{plan.ops[number].name} does not fill {buffer.name} of rank {rank}",
                     place_of_op(plan, number),
-                    f"{buffer.rows * buffer.cols} elements of a batch",
+                    f"{wanted} elements of a batch",
                     f"{found.get(rank, 0)}",
                     "every member of a group with a share sends to every other, and to itself",
                 )

@@ -57,7 +57,7 @@ class _Access:
 
 class _Walk:
     def __init__(self, plan: Plan, order: Order) -> None:
-        self.plan, self.order = plan, order
+        self.plan, self.order, self.states = plan, order, plan.state_buffers
         found = [[accesses(plan, rank, item) for item in p.instructions] for rank, p in enumerate(plan.ranks)]
         cells: Cells = cells_of(plan, dict.fromkeys(where for rank in found for item in rank for where, _ in item))
         self.overlaps = cells.overlaps
@@ -107,14 +107,16 @@ class _Walk:
             for reader, read in self.reads[near_cell].items():
                 if reader != chain and clock[reader] < read.position:
                     self.race(read, False, access, True)
-        if last is not None and ordered and access.place[1] < len(self.plan.targets):
+        sent = access.place[1] < len(self.plan.targets) and access.place[1] not in self.states
+        if last is not None and ordered and sent:
             self.unread(cell, last, access)
         self.reads[cell].clear()
         self.written[cell] = access
 
     def fresh(self, last: _Access | None, access: _Access, others: tuple[int, ...]) -> None:
-        """What is read was written in this replay, and not replaced since."""
-        if last is None or last.step.replay < access.step.replay:
+        """What is read was written in this replay, or is a state, and was not replaced since."""
+        state = access.place[1] in self.states
+        if not state and (last is None or last.step.replay < access.step.replay):
             self.note(
                 "E307",
                 access,
@@ -126,7 +128,7 @@ class _Walk:
             return
         for other in others:
             late = self.written.get(other)
-            if late is not None and late.time > last.time:
+            if late is not None and (last is None or late.time > last.time):
                 self.note(
                     "E306",
                     access,
