@@ -222,6 +222,7 @@ class Schedule:
         """Every named size: batch, segments, hidden, heads, kv_heads, head_dim, ffn, and the others of `shape`."""
         model = self.model
         return {
+            **dict(self.more_sizes),
             "batch": self.batch,
             "hidden": model.hidden,
             "heads": model.heads,
@@ -229,7 +230,6 @@ class Schedule:
             "kv_heads": model.kv_heads or model.heads,
             "ffn": model.ffn,
             **dict(self.segments),
-            **dict(self.more_sizes),
         }
 
 

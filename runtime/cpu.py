@@ -67,10 +67,7 @@ class World:
         Raises:
             StepgraphError: E604 where an earlier run was left in the middle of a step.
         """
-        if not all(queues.idle for queues in self.queues):
-            raise StepgraphError(
-                [Diagnostic("E604", "an earlier step has not finished", None, "a new session", "this one")]
-            )
+        self._need_idle()
         pace = [self.random.choice((1, 1, 4, 16)) for _ in range(self.chains)]  # some chains are slow
         results: list[object] = [None] * len(loops)
         hosts: list[HostLoop | None] = list(loops)
@@ -136,6 +133,23 @@ class World:
         message = f"rank {rank} can't take its turn on stream {self.plan.streams[stream]}"
         hint = "give the run as many --steps as the interleaving has replays"
         raise InterleavingError([Diagnostic("E613", message, None, "an instruction that can run", at, hint)])
+
+    def reset_state(self) -> None:
+        """Zero the states of all ranks.
+
+        Raises:
+            StepgraphError: E604 where an earlier run was left in the middle of a step.
+        """
+        self._need_idle()
+        for memory in self.memories:
+            memory.reset_state()
+        self.movements.forget()
+
+    def _need_idle(self) -> None:
+        if not all(queues.idle for queues in self.queues):
+            raise StepgraphError(
+                [Diagnostic("E604", "an earlier step has not finished", None, "a new session", "this one")]
+            )
 
     def close(self) -> None:
         """Nothing outlives the process's own memory."""

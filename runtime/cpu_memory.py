@@ -188,6 +188,12 @@ class Movements:
                         del self.unread[rank, buffer][other]
             self.unread[rank, buffer][moved] = (exchange, replay)
 
+    def forget(self) -> None:
+        """Every state was zeroed."""
+        for rank, memory in enumerate(self.memories):
+            for buffer in memory.states:
+                self.made_anew(rank, buffer)
+
     def made_anew(self, rank: int, buffer: int) -> None:
         """A stage has replaced a state: what was sent into it before is gone, read or not."""
         self.unread.pop((rank, buffer), None)

@@ -128,6 +128,8 @@ class CudaBackend:
         except group.SelfTestError:
             self._let_go()
             raise
+        with torch.cuda.stream(self.streams[0]):
+            self.worker.reset_state()  # which the steps so far have written
         self._meet()
 
     def _uncapturable(self, transport: Transport) -> str:
@@ -272,6 +274,22 @@ class CudaBackend:
             whole = inputs[load.input].view(self.plan.inputs[load.input].box)
             share = whole[load.batch : load.batch + static.shape[0], at.row : at.row + at.rows]
             static.copy_(share[..., at.col : at.col + at.cols])
+
+    def reset_state(self) -> None:
+        """Zero this rank's states behind all that it was told to do. A peer's next step may send into them: all meet
+        when they are zero."""
+        assert self.worker is not None
+        with self.one_at_a_time:
+            caller, origin = torch.cuda.current_stream(self.device), self.streams[0]
+            origin.wait_stream(caller)
+            if self.taken is not None:
+                origin.wait_event(self.taken)
+            with torch.cuda.stream(origin), torch.no_grad():
+                self.worker.reset_state()
+            caller.wait_stream(origin)
+            if self.solo:
+                return
+            self._meet()
 
     def run(self, loops: Sequence[HostLoop], views: bool) -> list[object]:
         """Run this rank's host loop to its end."""

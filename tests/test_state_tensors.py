@@ -1,18 +1,24 @@
 """States, which outlive a step: a cached residual, a KV cache that steps fill in parts; sharded and unsharded agree."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
+from test_mutants import agree
 from torch import Tensor
 from torch.nn import functional
 
 from stepgraph.kernels.unsharded import Unsharded
 from stepgraph.kernels.weights import MadeUpWeights
 from stepgraph.planner.compile import compile_schedule
-from stepgraph.planner.plan import Plan
+from stepgraph.planner.diagnostics import ScheduleError
+from stepgraph.planner.plan import Drop, Plan, Record, Run, State, WaitEvent, dumps, loads
+from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.schedule import read_schedule
 from stepgraph.planner.verify.proof import prove
+from stepgraph.runtime.cpu import World
+from stepgraph.runtime.mutate import KINDS, seen_by_running, with_program
 from stepgraph.runtime.session import Session, random_inputs
 from stepgraph.runtime.simulate import simulate
 
@@ -98,9 +104,8 @@ def by_hand_residual(inputs: Sequence[dict[str, Tensor]]) -> list[Tensor]:
     for step in inputs:
         x = functional.silu(torch.asinh(step["latents"]) @ w.matrix("step.embed", None, "weight0.0", (6, 12), D)) + kept
         for layer in range(2):
-            up, down = (
-                w.matrix("mlp.mlp", layer, part, shape, D) for part, shape in (("up", (12, 8)), ("down", (8, 12)))
-            )
+            up = w.matrix("mlp.mlp", layer, "up", (12, 8), D)
+            down = w.matrix("mlp.mlp", layer, "down", (8, 12), D)
             x = x + functional.gelu(x @ up) @ down
         kept = x
         outputs.append(functional.silu(torch.asinh(x) @ w.matrix("step.head", None, "weight0.0", (12, 6), D)))
@@ -140,3 +145,217 @@ def test_steps_equal_a_model_written_by_hand(text: str, seq: int, ranks: int) ->
             torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-12)
     assert prove(plan).ok, prove(plan).findings[:2]
     assert simulate(plan, steps=3, seed=ranks).ok
+
+
+SMALL = {"mesh__ulysses": "2", "model__layers": "1", "model__hidden": "4", "model__head_dim": "2", "model__heads": "2"}
+SMALL |= {"model__dtype": "float32", "shape__seq": "3", "shape__batch": "1"}
+
+
+@pytest.mark.parametrize("kv", ["5", "3"])
+def test_verifier_and_runs_agree_on_mutants(kv: str) -> None:
+    plan = plan_of(CACHE, **SMALL, shape__kv=kv, shape__past=str(int(kv) - 3))
+    outcomes = agree(plan, 4 * len(KINDS), seed=int(kv))
+    assert outcomes["killed"] > 30
+    outcomes = agree(plan_of(RESIDUAL, **SMALL), 2 * len(KINDS), seed=1)
+    assert outcomes["killed"] > 10
+
+
+def test_state_has_bytes_of_its_own_all_the_time() -> None:
+    plan = plan_of(CACHE)
+    assert [state.name for state in plan.states] == ["kcache[0]", "kcache[1]", "vcache[0]", "vcache[1]"]
+    states = [plan.targets[state.buffer] for state in plan.states]
+    assert all(
+        one.offset + one.nbytes <= two.offset or two.offset + two.nbytes <= one.offset
+        for one in states for two in plan.targets if one is not two
+    )  # fmt: skip
+    alone = plan.arena_lower_bound - sum(-(-state.nbytes // 256) * 256 for state in states)
+    assert alone > 0  # q, o and noise
+    assert plan.arena_bytes == plan.arena_lower_bound
+
+
+def test_local_states_lie_behind_the_targets_and_are_not_dropped() -> None:
+    plan = plan_of(RESIDUAL)
+    (state,) = plan.states
+    assert (state.name, state.buffer) == ("kept", len(plan.targets))
+    dropped = {item.buffer for program in plan.ranks for item in program.instructions if isinstance(item, Drop)}
+    assert dropped
+    assert state.buffer not in dropped
+
+
+@pytest.mark.parametrize("text", [RESIDUAL, CACHE])
+def test_reset_starts_anew(text: str) -> None:
+    plan = plan_of(text, shape__seq="6")
+    first, second = (random_inputs(plan, number) for number in range(2))
+    with torch.no_grad(), Session(plan, device="cpu", seed=0) as session:
+        step = session.capture()
+        fresh = step(**second)
+        session.reset_state()
+        before = step(**first)
+        stale = step(**second)
+        session.reset_state()
+        again, same = step(**first), step(**second)
+        assert session.report.ok
+    assert isinstance(before, Tensor)
+    assert isinstance(again, Tensor)
+    assert torch.equal(before, again)
+    assert torch.equal(stale, same)
+    assert torch.equal(fresh, stale) is (text is CACHE)  # whose rows are all sent again
+
+
+def test_rows_of_another_chunk_stay() -> None:
+    """Two plans over one cache, chunk by chunk, would read what the first has left: here one plan leaves the rows that
+    it does not send as they are."""
+    plan = plan_of(CACHE, shape__seq="6", shape__kv="6", shape__past="0", model__layers="1")
+    with torch.no_grad(), Session(plan, device="cpu", seed=0) as session:
+        session.capture()(**random_inputs(plan, 0))
+        backend = session.backend
+        assert isinstance(backend, World)
+        rows = [memory.tensors[plan.states[0].buffer].clone() for memory in backend.memories]
+    wide = plan_of(CACHE, shape__seq="6", shape__kv="8", shape__past="1", model__layers="1")
+    with torch.no_grad(), Session(wide, device="cpu", seed=0) as session:
+        backend = session.backend
+        assert isinstance(backend, World)
+        for memory in backend.memories:
+            memory.tensors[wide.states[0].buffer][:, [0, 7]] = 3.0
+        session.capture()(**random_inputs(plan, 0))
+        for memory, own in zip(backend.memories, rows, strict=True):
+            got = memory.tensors[wide.states[0].buffer]
+            assert torch.equal(got[:, 1:7], own)
+            assert (got[:, [0, 7]] == 3.0).all()
+
+
+# What an author can get wrong
+
+
+def told(text: str) -> list[str]:
+    with pytest.raises(ScheduleError) as error:
+        compile_schedule(read_schedule(text, "state.yaml"))
+    return [found.code for found in error.value.diagnostics]
+
+
+def changed(text: str, *pairs: tuple[str, str]) -> str:
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+KCACHE = "kcache: {shape: [batch, kv, kv_heads, head_dim], placement: head, per: layer}"
+CLOSING = "    - send: {in: k, into: kcache, at: past, barrier: true}\n"
+MISTAKES: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
+    "unknown state": ("E207", RESIDUAL, [("into: kept", "into: kep")]),
+    "a send into an unknown state": ("E207", CACHE, [("into: kcache", "into: cache")]),
+    "never written": ("E202", RESIDUAL, [("  - keep: {in: x, into: kept}\n", "")]),
+    "never read": ("E202", RESIDUAL, [("  - residual: {in: [x, kept], out: x}\n", "")]),
+    "a size that nothing uses": ("E202", RESIDUAL, [("seq: 11", "seq: 11, batc: 2")]),
+    "a size of another name": ("E211", RESIDUAL, [("seq: 11", "seq: 11, heads: 2")]),
+    "other shape": ("E204", RESIDUAL, [("kept: {shape: [batch, seq, hidden]", "kept: {shape: [batch, seq, ffn]"),
+                                       ("[x, kept]", "[x, x]"), ("in: x, out: noise", "in: [x, kept], out: noise")]),
+    "other placement": ("E203", RESIDUAL, [("placement: sequence", "placement: replicated")]),
+    "no sequence": ("E203", RESIDUAL, [("kept: {shape: [batch, seq, hidden]", "kept: {shape: [batch, 11, hidden]")]),
+    "no rows": ("E204", CACHE, [("kv: 20", "kv: 0")]),
+    "an input's name": ("E213", RESIDUAL, [("  kept: {", "  latents: {"), ("into: kept", "into: latents")]),
+    "beyond the rows": ("E204", CACHE, [("past: 7", "past: 12")]),
+    "rows from no size": ("E211", CACHE, [("at: past", "at: pst")]),
+    "other features": ("E204", CACHE, [("kv, kv_heads, head_dim]", "kv, kv_heads, ffn]")]),
+    "other dtype": ("E204", CACHE, [(KCACHE, KCACHE.replace("head,", "head, dtype: float32,"))]),
+    "sent into what is not by head": ("E203", CACHE, [("placement: head", "placement: replicated")]),
+    "sent by a collective": ("E213", CACHE, [("at: past, barrier: true", "at: past, via: nccl"),
+                                             ("- send: q", "- send: {in: q, barrier: true}")]),
+    "two tensors into one": ("E208", CACHE, [("{in: k, into: kcache", "{in: [k, v], into: kcache")]),
+    "a gather into a state": ("E213", CACHE, [("- gather: o", "- gather: {in: o, out: kcache}")]),
+    "read before the barrier": ("E206", CACHE, [(CLOSING, CLOSING.replace(", barrier: true", "")),
+                                                ("    - gather: o\n", "    - barrier: all\n    - gather: o\n")]),
+    "read, and then sent into with nothing between": ("E301", CACHE, [
+        ("[q, kcache, vcache]", "[q, keys, vcache]"),
+        ("    - send: q\n", "    - send: q\n    - call: {name: old, in: kcache, out: keys, like: kcache}\n")]),
+    "a layer's outside of layers": ("E213", CACHE, [("name: head, in: x", "name: head, in: [x, kcache]")]),
+    "a part of the rank's own": ("E203", RESIDUAL, [("- shard: x\n", "- keep: {in: x, into: kept}\n  - shard: x\n"),
+                                                    ("placement: sequence", "placement: replicated"), ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes(what: str) -> None:
+    code, text, pairs = MISTAKES[what]
+    assert code in told(changed(text, *pairs)), told(changed(text, *pairs))
+
+
+LATE_READER = """version: 1
+name: late-reader
+model: {layers: 1, hidden: 12, heads: 6, head_dim: 4, ffn: 8, dtype: float64}
+mesh: {ulysses: 2}
+shape: {seq: 9, kv: 20}
+inputs:
+  latents: {shape: [batch, seq, 6]}
+outputs: [noise]
+state:
+  kcache: {shape: [batch, kv, heads, head_dim], placement: head}
+  seen: {shape: [batch, kv, heads, head_dim], placement: head}
+step:
+  - call: {name: embed, in: latents, out: x, shape: [batch, seq, hidden]}
+  - shard: x
+  - linear: {in: x, out: {k: heads}}
+  - send: {in: k, into: kcache, at: 3, barrier: true}
+  - call: {name: head, in: x, out: noise, shape: [batch, seq, 6]}
+  - all_gather: noise
+  - residual: {in: [seen, kcache], out: seen}
+"""
+
+
+def without_last_exchange(plan: Plan) -> Plan:
+    last = len(plan.exchanges) - 1
+    for rank, program in enumerate(plan.ranks):
+        kept = [item for item in program.instructions if getattr(item, "exchange", None) != last]
+        plan = with_program(plan, rank, kept)
+    return replace(plan, exchanges=plan.exchanges[:last])
+
+
+def codes(plan: Plan) -> set[str]:
+    return {found.code for found in prove(plan).findings}
+
+
+def test_what_reads_a_state_last_is_followed_by_an_exchange() -> None:
+    """Else the next step of a rank that is ahead would send over what another one still reads."""
+    plan = plan_of(LATE_READER)
+    assert plan.exchanges[-1].name == "step.closing_ulysses"
+    assert prove(plan).ok
+    run(plan, [random_inputs(plan, number) for number in range(3)], seed=0)
+    assert simulate(plan, steps=3, seed=0).ok
+    open_end = without_last_exchange(plan)
+    assert codes(open_end) == {"E303"}
+    assert "race" in [seen_by_running(open_end, seed) for seed in range(12)]
+
+
+def test_a_state_that_is_read_before_the_barrier_is_refused() -> None:
+    plan = plan_of(CACHE, mesh__ulysses="2", model__layers="1")
+    attention = next(number for number, op in enumerate(plan.ops) if op.kind == "attention")
+    items = list(plan.ranks[0].instructions)
+    at = next(number for number, item in enumerate(items) if isinstance(item, Run) and item.op == attention)
+    lost = next(item for item in reversed(items[:at]) if isinstance(item, WaitEvent))
+    kept = [item for item in items if not (isinstance(item, Record | WaitEvent) and item.event == lost.event)]
+    assert "E301" in codes(with_program(plan, 0, kept))
+
+
+def test_a_state_that_shares_bytes_is_refused() -> None:
+    plan = plan_of(LATE_READER)
+    state, other = (next(n for n, t in enumerate(plan.targets) if t.name.startswith(name)) for name in ("k", "step"))
+    moved = replace(plan.targets[other], offset=plan.targets[state].offset)
+    targets = [moved if number == other else target for number, target in enumerate(plan.targets)]
+    assert "E306" in codes(replace(plan, targets=tuple(targets)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: replace(plan, states=(replace(plan.states[0], buffer=len(plan.targets) + 2), *plan.states[1:])),
+        lambda plan: replace(plan, states=(plan.states[0], plan.states[0])),
+        lambda plan: replace(plan, states=(*plan.states, State("more", 10_000))),
+        lambda plan: with_program(plan, 0, [*plan.ranks[0].instructions, Drop(0, plan.states[1].buffer)]),
+    ],
+)
+def test_plans_whose_states_are_not_whole_are_refused(change: Callable[[Plan], Plan]) -> None:
+    plan = plan_of(LATE_READER)
+    assert check_plan(plan) is None
+    assert "state" in (check_plan(change(plan)) or "")
+    assert loads(dumps(plan)) == plan

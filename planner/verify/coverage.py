@@ -41,7 +41,7 @@ def coverage(plan: Plan) -> Iterator[Diagnostic]:
     for (number, target), found in area.items():
         closing = handshake[number, target]
         groups = {plan.groups[exchange.group] for exchange in plan.exchanges if exchange.op == closing}
-        for rank, group in sorted((rank, group) for group in groups for rank in group):
+        for rank, group in sorted((rank, members) for members in groups for rank in members):
             buffer = plan.ranks[rank].buffers[target]
             sent = sum(rows[number].get(member, 0) for member in group)
             wanted = (sent if target in states else buffer.rows) * buffer.cols
