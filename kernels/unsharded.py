@@ -218,7 +218,8 @@ def _attention(o: _Op) -> None:
     assert isinstance(o.op, ops.Attention)
     if not o.op.concat:
         q, k, v = o.read_all()
-        o.write(o.op.out, reference.attention(q, k, v))
+        keys = o.walk.schedule.sizes[o.op.keys] if isinstance(o.op.keys, str) else o.op.keys
+        o.write(o.op.out, reference.attention(q, k[:, :keys], v[:, :keys]))
         return
     parts = [[o.read(f"{name}.{suffix}") for suffix in o.op.concat] for name in o.op.in_]
     q, k, v = (torch.cat(part, dim=1) for part in parts)

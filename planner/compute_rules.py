@@ -170,6 +170,12 @@ def attention(r: Rule, op: ops.Attention) -> None:
         if not same_form(r.value(k).form, r.value(v).form):
             r.e.error("E204", v.path, "k and v differ in shape", r.value(k).describe(), r.value(v).describe())
             return r.give_up(outs)
+    if op.keys is not None:
+        first_rows = [_first_rows(r, op.keys, operand, op.concat is None) for operand in narrowed[parts:]]
+        known = [operand for operand in first_rows if operand is not None]
+        if len(known) < len(first_rows):
+            return r.give_up(outs)
+        narrowed = [*narrowed[:parts], *known]
     kv_heads, q_heads = heads_dim(r.value(narrowed[parts]).form), heads_dim(r.value(narrowed[0]).form)
     assert kv_heads is not None
     assert q_heads is not None
@@ -183,6 +189,19 @@ def attention(r: Rule, op: ops.Attention) -> None:
         )
         return r.give_up(outs)
     return _attend(r, op, joined[0], narrowed, outs)
+
+
+def _first_rows(r: Rule, keys: int | str, operand: Operand, alone: bool) -> Operand | None:
+    """The first rows of k or v; None after telling that there are none, or not so many."""
+    path, value = (*r.site.path, "keys"), r.value(operand)
+    count, row = r.e.named_size(keys, path), row_dim(value.form)
+    if count is None:
+        return None
+    if not alone or row is None or len(row.segments) > 1 or not 0 < count <= row.size:
+        r.e.error("E204", path, "keys counts rows of one k and one v", f"1 or more of {value.describe()}", str(count))
+        return None
+    form = tuple(Dim(DimKind.PLAIN, count) if dim is row else dim for dim in value.form)
+    return replace(operand, value=r.e.value(replace(value, form=form)))
 
 
 def _attend(r: Rule, op: ops.Attention, placement: Placement, operands: list[Operand], outs: list[str]) -> None:

@@ -147,6 +147,17 @@ class Expander:
         memory = self.memory(memory_for(name, form, placement, self.schedule))
         return self.value(Value(name, memory, form, placement, partial, 0))
 
+    def named_size(self, size: int | str, path: TreePath) -> int | None:
+        """A number, or what a name of a size means; None after telling that there is none."""
+        if isinstance(size, int):
+            return size
+        sizes = self.schedule.sizes
+        self.sizes_used.add(size)
+        if size not in sizes:
+            hint = nearest(size, sizes) or f"known: {', '.join(sizes)}"
+            self.error("E211", path, f"no size is called '{size}'", "a number or a name", f"'{size}'", hint)
+        return sizes.get(size)
+
     def form(self, dims: Dims, path: TreePath) -> Form | None:
         """The global shape that an author's dims mean, or None after telling what is wrong."""
         sizes = self.schedule.sizes

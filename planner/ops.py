@@ -131,6 +131,9 @@ class Attention(OneOutput):
     concat: Names | None = Field(
         None, description="Suffixes whose q, k and v are joined along the sequence, in this order."
     )
+    keys: Size | Name | None = Field(
+        None, description="Attend to so many rows of k and v, the first ones: a number, or the name of a size."
+    )
 
 
 class Linear(OpFields):

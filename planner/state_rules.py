@@ -225,7 +225,7 @@ def send_into(r: Rule, op: ops.Send, source: int | None, path: TreePath) -> None
         return
     state, given = r.e.values[now], r.e.values[source]
     memory, row, rows = r.e.memories[state.memory], row_dim(given.form), row_dim(state.form)
-    first = _first_row(r, op)
+    first = r.e.named_size(op.at, (*r.site.path, "at"))
     if first is None or row is None or rows is None:
         return
     same = heads_dim(given.form) is not None and _lead(given.form) == _lead(state.form)
@@ -255,16 +255,3 @@ def send_into(r: Rule, op: ops.Send, source: int | None, path: TreePath) -> None
 
 def _lead(form: Form) -> tuple[Dim, ...]:
     return form[:1] if form and form[0].kind is DimKind.BATCH else ()
-
-
-def _first_row(r: Rule, op: ops.Send) -> int | None:
-    """What `at` says; None after telling that it says nothing."""
-    if isinstance(op.at, int):
-        return op.at
-    sizes = r.e.schedule.sizes
-    r.e.sizes_used.add(op.at)
-    if op.at not in sizes:
-        hint = nearest(op.at, sizes) or f"known: {', '.join(sizes)}"
-        r.e.error("E211", (*r.site.path, "at"), f"no size is called '{op.at}'", "a number or a name", op.at, hint)
-        return None
-    return sizes[op.at]

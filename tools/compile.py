@@ -47,6 +47,7 @@ def command(file: str, output: str | None, settings: tuple[str, ...], style: str
         return 0 if proof.ok else 1
     arena, least = int(facts["arena_bytes"]), int(facts["arena_lower_bound"])
     gap = f"{100 * (arena / least - 1):.1f} % over" if arena > least else "equal to"
+    states = f"{facts['states']}, {size(int(facts['state_bytes']))} of rank 0" if plan.states else "none"
     rows = [
         ("ranks", f"{facts['ranks']} ({facts['mesh']})"),
         ("ops", f"{facts['ops']}"),
@@ -56,6 +57,7 @@ def command(file: str, output: str | None, settings: tuple[str, ...], style: str
         ("collectives", f"{facts['collectives']} a rank"),
         ("copies", f"{facts['copies']} a step and rank, {size(int(facts['copied_bytes']))}"),
         ("arena", f"{size(arena)} ({arena} bytes, {gap} the lower bound of {least})"),
+        ("state", states),
         ("predicted", f"{1e3 * timeline.step_seconds:.2f} ms a step on H200, "
                       f"{1e3 * timeline.exposed_seconds:.2f} ms of communication exposed"),
         ("proof", f"free of races and deadlocks over {proof.replays} replays" if proof.ok else "NOT PROVEN"),
