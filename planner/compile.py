@@ -50,7 +50,7 @@ def check_schedule(schedule: Schedule) -> MemoryPlan:
     """The levels up to memory, which find everything that is wrong with a schedule; no plan is written out.
 
     Raises:
-        ScheduleError: every E2xx of the schedule, or E305.
+        ScheduleError: every E2xx of the schedule, or every E301, or E305.
     """
     return allocate(order(expand(schedule)))
 
@@ -59,7 +59,7 @@ def compile_schedule(schedule: Schedule) -> Plan:
     """The plan of a schedule. ``STEPGRAPH_DUMP=DIR`` writes a numbered file a pass.
 
     Raises:
-        ScheduleError: every E2xx of the schedule, or E305.
+        ScheduleError: every E2xx of the schedule, or every E301, or E305.
     """
     level: Any = schedule
     folder = os.environ.get("STEPGRAPH_DUMP")

@@ -110,12 +110,12 @@ class States:
             hint = "shard, send, gather or all_gather it before, then `keep` it"
             self.e.error("E203", path, f"the state '{name}' is placed otherwise", state.describe(), given, hint)
             return None
-        if not self._alike(state.form, form):
+        if not self.alike(state.form, form):
             self.e.error("E204", path, f"the state '{name}' has another shape", state.describe(), given)
             return None
         return self._value(name, state.memory, state.form, placement)
 
-    def _alike(self, one: Form, two: Form) -> bool:
+    def alike(self, one: Form, two: Form) -> bool:
         cut = self.e.schedule.axis("tensor") > 1
 
         def told(form: Form) -> list[tuple[int, tuple[str, ...], bool]]:
@@ -226,10 +226,10 @@ def send_into(r: Rule, op: ops.Send, source: int | None, path: TreePath) -> None
     state, given = r.e.values[now], r.e.values[source]
     memory, row, rows = r.e.memories[state.memory], row_dim(given.form), row_dim(state.form)
     first = r.e.named_size(op.at, (*r.site.path, "at"))
-    if first is None or row is None or rows is None:
+    if first is None or row is None:
         return
     same = heads_dim(given.form) is not None and _lead(given.form) == _lead(state.form)
-    alike = same and r.e.states._alike(features(given.form), features(state.form))
+    same = same and r.e.states.alike(features(given.form), features(state.form))
     if op.via == "nccl" or op.out:
         field = "via: nccl" if op.via == "nccl" else "out"
         problem = ("E213", "a send into a state goes by copy, and names no result", f"no `{field}`")
@@ -237,7 +237,7 @@ def send_into(r: Rule, op: ops.Send, source: int | None, path: TreePath) -> None
         problem = ("E203", "a state that is sent into is placed by head", "placement: head")
     elif len(row.segments) > 1:
         problem = ("E203", "what is sent into a state is one sequence", "a tensor of one sequence")
-    elif not alike:
+    elif not same or rows is None:
         problem = ("E204", f"the state '{name}' has other features", state.describe())
     elif r.e.memories[given.memory].dtype is not memory.dtype:
         problem = ("E204", f"the state '{name}' has another dtype", memory.dtype)

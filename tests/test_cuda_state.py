@@ -1,4 +1,4 @@
-"""States on the cuda device: captured, eager, cpu and unsharded agree over steps; zeroed between requests; read back."""
+"""States on the cuda device: captured, eager, cpu and unsharded agree over steps; zeroed between requests."""
 
 from functools import partial
 
@@ -9,7 +9,6 @@ from test_state_tensors import CACHE, RESIDUAL, plan_of
 
 from stepgraph.planner.diagnostics import StepgraphError
 from stepgraph.planner.plan import Plan, Run
-from stepgraph.runtime.cuda_backend import CudaBackend
 from stepgraph.runtime.session import Session, random_inputs
 
 from support.ranks import on_ranks
@@ -32,6 +31,8 @@ def test_captured_steps_keep_what_eager_ones_do(text: str) -> None:
 
 def requests(plan: Plan, rank: int) -> tuple[list[torch.Tensor], bool]:
     """The outputs of two requests of two steps each, and whether the states have stayed where they were."""
+    from stepgraph.runtime.cuda_backend import CudaBackend
+
     found: list[torch.Tensor] = []
     with torch.no_grad(), Session(plan, device="cuda", seed=0) as session:
         step, backend = session.capture(), session.backend
