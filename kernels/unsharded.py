@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels import reference
+from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.kernels.weights import MadeUpWeights
 from stepgraph.planner import ops
 from stepgraph.planner.naming import base_name
@@ -98,6 +99,13 @@ class _Walk:
         rows = bool(rest) and (rest[0] in segments or (len(rest) > 1 and rest[0] not in ("heads", "kv_heads")))
         return Lead(batch, rows)
 
+    def kept(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor as a name holds it: a state may have a dtype of its own, where the model works in the file's."""
+        spec, model = self.schedule.state.get(name), self.model
+        if spec is None or spec.dtype is None or model.dtype is not torch_dtype(self.schedule.model.dtype):
+            return tensor
+        return tensor.to(torch_dtype(spec.dtype)).to(model.dtype)
+
     def recall(self, per: str, key: str) -> None:
         """Let the names of the step's or a layer's states mean what the last step has left in them."""
         sizes = self.schedule.sizes
@@ -171,7 +179,7 @@ class _Op:
         else:
             self.walk.lengths.pop(full, None)
         self.walk.leads[full] = lead or self.walk.leads[self.full(self.op.in_[0])]
-        self.tensors[full] = tensor
+        self.tensors[full] = self.walk.kept(full, tensor)
 
     def matrix(self, part: str, rows: int, cols: int) -> Tensor:
         return self.weights.matrix(self.name, self.layer, part, (rows, cols), self.dtype)
@@ -211,7 +219,7 @@ def _rotate(o: _Op) -> None:
             x = o.normalise(x, f"weight{index}", o.op.over)
         if o.op.rope:
             x = reference.rotate(x, o.read(o.op.rope))
-        o.tensors[o.full(name)] = x
+        o.tensors[o.full(name)] = o.walk.kept(o.full(name), x)
 
 
 def _attention(o: _Op) -> None:
@@ -293,7 +301,7 @@ def _send(o: _Op) -> None:
 def _keep(o: _Op) -> None:
     assert isinstance(o.op, ops.Keep)
     (x,) = o.read_all()
-    o.tensors[o.full(o.op.into)] = x
+    o.tensors[o.full(o.op.into)] = o.walk.kept(o.full(o.op.into), x)
 
 
 def _concat(o: _Op) -> None:

@@ -17,6 +17,7 @@ from stepgraph.planner.plan import Drop, Plan, Record, Run, State, WaitEvent, du
 from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.schedule import read_schedule
 from stepgraph.planner.verify.proof import prove
+from stepgraph.runtime.compare import compare
 from stepgraph.runtime.cpu import World
 from stepgraph.runtime.mutate import KINDS, seen_by_running, with_program
 from stepgraph.runtime.session import Session, random_inputs
@@ -359,3 +360,61 @@ def test_plans_whose_states_are_not_whole_are_refused(change: Callable[[Plan], P
     assert check_plan(plan) is None
     assert "state" in (check_plan(change(plan)) or "")
     assert loads(dumps(plan)) == plan
+
+
+# Over other meshes, and in other ways
+
+TENSOR = [
+    ("mesh: {ulysses: 4}", "mesh: {tensor: 2, ulysses: 2}"),
+    ("v: kv_heads}}", "v: kv_heads}, split: column}"),
+    ("in: o, out: a}", "in: o, out: a, split: row}\n    - all_reduce: {in: a, via: copy}"),
+]
+GUIDED = [
+    ("mesh: {ulysses: 4}", "mesh: {cfg: 2, ulysses: 2}"),
+    (
+        "seq, 6]}\noutputs",
+        "seq, 6]}\n  cond: {shape: [batch, seq, 6], placement: cfg}\n  scale: {shape: [batch]}\noutputs",
+    ),
+    ("name: embed, in: latents", "name: embed, in: [latents, cond]"),
+    ("  - all_gather: noise", "  - all_gather: noise\n  - guide: {in: noise, scale: scale, out: noise}"),
+]
+WAYS: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "a cache over tensor and ulysses": (CACHE, TENSOR),
+    "caches of both branches": (CACHE, GUIDED),
+    "a residual of each branch": (RESIDUAL, GUIDED),
+    "fewer heads of k and v": (CACHE, [("heads: 6", "heads: 6, kv_heads: 2"), ("ulysses: 4", "ulysses: 2")]),
+    "one cache for all layers": (CACHE, [(", per: layer", "")]),
+    "fewer keys than rows": (CACHE, [("vcache], out", "vcache], keys: 16, out")]),
+    "a kernel's handshakes": (CACHE, [("defaults: {", "defaults: {handshake: kernel, ")]),
+    "two sends into one cache": (CACHE, [(
+        "at: past, barrier: true}", "at: past}\n    - send: {name: again, in: v, into: kcache, at: 0, barrier: true}"),
+        ("past: 7", "past: 10")]),
+    "rotated where it lies": (CACHE, [("    - attention", "    - norm_rope: kcache\n    - attention")]),
+    "read, changed and kept": (RESIDUAL, [("keep: {in: x, into: kept}", "residual: {name: r, in: [kept, x], out: kept}")]),
+    "written twice": (RESIDUAL, [("  - layers", "  - keep: {name: early, in: x, into: kept}\n  - layers")]),
+    "made by a projection": (RESIDUAL, [("keep: {in: x, into: kept}", "linear: {in: x, out: kept}")]),
+    "made by a call": (RESIDUAL, [("keep: {in: x, into: kept}", "call: {name: c, in: [x, kept], out: kept, like: x}")]),
+    "in another dtype": (RESIDUAL, [("placement: sequence", "placement: sequence, dtype: float32")]),
+    "whole on every rank, and an output": (RESIDUAL, [
+        ("[noise]", "[noise, kept]"), ("seq, hidden], placement: sequence", "seq, 6]"), ("in: [x, kept]", "in: [x, x]"),
+        ("  - keep: {in: x, into: kept}\n", ""),
+        ("- all_gather: noise", "- all_gather: noise\n  - residual: {name: add, in: [noise, kept], out: kept}")]),
+    "what an exchange has brought": (RESIDUAL, [
+        ("seq, hidden], placement: sequence", "seq, 6]"), ("in: [x, kept]", "in: [x, x]"),
+        ("  - keep: {in: x, into: kept}\n", ""), ("name: head, in: x", "name: head, in: [x, kept]"),
+        ("- all_gather: noise", "- all_gather: {in: noise, via: copy}\n  - keep: {in: noise, into: kept}")]),
+    "a rank's own rows of what is whole": (RESIDUAL, [
+        ("- shard: x\n", "- keep: {name: own, in: x, into: kept}\n  - shard: x\n"), ("  - keep: {in: x, into: kept}\n", "")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_of_using_states(way: str) -> None:
+    text, pairs = WAYS[way]
+    plan = plan_of(changed(text, *pairs))
+    report = simulate(plan, steps=3, seed=1)
+    assert report.ok, report
+    assert prove(plan).ok, prove(plan).findings[:2]
+    compared = compare(plan, 0)
+    assert compared
+    assert not any(row.differs for row in compared)
