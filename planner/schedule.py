@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,11 +20,12 @@ from stepgraph.planner.ops import (
     Name,
     Names,
     Op,
+    Send,
     Size,
     Via,
     as_tuple,
 )
-from stepgraph.planner.plan import DType
+from stepgraph.planner.plan import DType, Source
 from stepgraph.planner.schema_errors import schema_diagnostics
 from stepgraph.planner.source import Overrides, SourceTree, TreePath, read, read_file
 
@@ -143,6 +144,18 @@ class Defaults(Model):
     guide: ExchangeDefaults = ExchangeDefaults()
 
 
+class VariantSpec(Model):
+    """A version of the step."""
+
+    step: Entries = Field(description="The ops of the variant's step.")
+    after: Names | None = Field(
+        None, description="The variants that it may follow; by default any. The first variant of the file begins."
+    )
+    outputs: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] | None = Field(
+        None, description="What the caller gets, or []; by default the schedule's `outputs`."
+    )
+
+
 class Document(Model):
     """A schedule file."""
 
@@ -164,7 +177,13 @@ class Document(Model):
     )
     defaults: Defaults = Field(default=Defaults(), description="Fields that a kind has by default.")
     blocks: dict[Name, Entries] = Field(default={}, description="Named lists of ops.")
-    step: Entries = Field(description="The ops of one denoising step.")
+    step: Entries | None = Field(None, description="The ops of one denoising step.")
+    variants: Annotated[dict[Name, VariantSpec], Field(min_length=1)] | None = Field(
+        None, description="Named versions of the step, instead of `step`: each becomes a plan and a graph of its own."
+    )
+    buckets: Annotated[dict[Name, Annotated[dict[Name, Extra], Field(min_length=1)]], Field(min_length=1)] | None = (
+        Field(None, description="Named values for sizes of `shape`: each becomes a plan and a graph of its own.")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +203,29 @@ class EachItem:
 
 @dataclass(frozen=True, slots=True)
 class LayersItem:
-    runs: tuple[tuple[str, int], ...]
-    """(block, how many layers of it), in order."""
+    runs: tuple[tuple[str, int, int | None], ...]
+    """(block, how many layers of it, which layer the first one is), in order."""
     path: TreePath
 
 
 Item = OpItem | EachItem | LayersItem
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    name: str
+    after: tuple[str, ...]
+    """The variants that it may follow."""
+    outputs: tuple[str, ...]
+    outputs_path: TreePath
+    step: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    name: str
+    sizes: tuple[tuple[str, int], ...]
+    """Those that differ from the schedule's `shape`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,14 +240,54 @@ class Schedule:
     """The other named sizes of `shape`."""
     inputs: tuple[tuple[str, InputSpec], ...]
     outputs: tuple[str, ...]
+    outputs_path: TreePath
     state: Mapping[str, StateSpec]
     """In the order written."""
+    sent_into: frozenset[str]
+    """The states that a send names, in this version of the step or in another: peers write to them."""
     streams: tuple[str, ...]
     handshake: Handshake
     transport: Literal["auto", "symmetric", "ipc", "nccl"]
     blocks: Mapping[str, tuple[Item, ...]]
     step: tuple[Item, ...]
+    """Of the first variant, where there are variants."""
     tree: SourceTree
+    variants: tuple[Variant, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    variant: str = ""
+    bucket: str = ""
+    """Which version of several this one is."""
+
+    @property
+    def in_set(self) -> bool:
+        """Whether this is one version of several that run one after another, in one arena: what it leaves is closed,
+        and an input that it does not read may be another's."""
+        return bool(self.variant or self.bucket)
+
+    def versions(self) -> tuple[Schedule, ...]:
+        """Every version of the step, variant by variant, in the order of the file; the schedule itself where it has
+        neither variants nor buckets."""
+        if not self.variants and not self.buckets:
+            return (self,)
+        found = []
+        for variant in self.variants or (None,):
+            for bucket in self.buckets or (None,):
+                sizes = dict(bucket.sizes) if bucket else {}
+                version = replace(
+                    self,
+                    batch=sizes.get("batch", self.batch),
+                    segments=tuple((name, sizes.get(name, length)) for name, length in self.segments),
+                    more_sizes=tuple((name, sizes.get(name, size)) for name, size in self.more_sizes),
+                    outputs=variant.outputs if variant else self.outputs,
+                    outputs_path=variant.outputs_path if variant else self.outputs_path,
+                    step=variant.step if variant else self.step,
+                    variants=(),
+                    buckets=(),
+                    variant=variant.name if variant else "",
+                    bucket=bucket.name if bucket else "",
+                )
+                found.append(version)
+        return tuple(found)
 
     def axis(self, name: str) -> int:
         """Size of a mesh axis; 1 for one that the mesh lacks."""
@@ -231,6 +307,11 @@ class Schedule:
             "ffn": model.ffn,
             **dict(self.segments),
         }
+
+
+def version_name(version: Schedule | Source) -> str:
+    """variant/bucket, or the one of the two that there is; empty where the schedule has one version."""
+    return "/".join(name for name in (version.variant, version.bucket) if name)
 
 
 class _Itemizer:
@@ -270,7 +351,11 @@ class _Itemizer:
             return None
         if kind == "layers":
             layers = self.document.model.layers
-            runs = ((fields, layers),) if isinstance(fields, str) else tuple((r.block, r.repeat) for r in fields)
+            runs = (
+                ((fields, layers, None),)
+                if isinstance(fields, str)
+                else tuple((r.block, r.repeat, r.first) for r in fields)
+            )
             return LayersItem(runs, (*path, kind))
         defaults: Model = getattr(self.document.defaults, kind)
         missing = {
@@ -291,9 +376,11 @@ def parse(tree: SourceTree) -> Schedule:
         raise ScheduleError(schema_diagnostics(error, tree)) from None
     itemizer = _Itemizer(document, tree)
     blocks = {name: itemizer.items(entries, ("blocks", name)) for name, entries in document.blocks.items()}
-    step = itemizer.items(document.step, ("step",))
-    if itemizer.problems:
-        raise ScheduleError(itemizer.problems)
+    variants = _variants(document, itemizer)
+    step = variants[0].step if variants else itemizer.items(document.step or (), ("step",))
+    problems = [*itemizer.problems, *_set_problems(document, tree)]
+    if problems:
+        raise ScheduleError(problems)
     seq = document.shape.seq
     return Schedule(
         name=document.name,
@@ -303,15 +390,81 @@ def parse(tree: SourceTree) -> Schedule:
         segments=tuple(seq.items()) if isinstance(seq, dict) else (("seq", seq),),
         more_sizes=tuple((document.shape.model_extra or {}).items()),
         inputs=tuple(document.inputs.items()),
-        outputs=document.outputs,
+        outputs=variants[0].outputs if variants else document.outputs,
+        outputs_path=variants[0].outputs_path if variants else ("outputs",),
         state=document.state,
+        sent_into=frozenset(_sent_into(document.state, (*blocks.values(), step, *(v.step for v in variants)))),
         streams=tuple(document.streams),
         handshake=document.defaults.handshake,
         transport=document.defaults.transport,
         blocks=blocks,
         step=step,
         tree=tree,
+        variants=variants,
+        buckets=tuple(Bucket(name, tuple(sizes.items())) for name, sizes in (document.buckets or {}).items()),
     )
+
+
+def _variants(document: Document, itemizer: _Itemizer) -> tuple[Variant, ...]:
+    specs = document.variants or {}
+    return tuple(
+        Variant(
+            name,
+            tuple(specs) if spec.after is None else spec.after,
+            document.outputs if spec.outputs is None else spec.outputs,
+            ("outputs",) if spec.outputs is None else ("variants", name, "outputs"),
+            itemizer.items(spec.step, ("variants", name, "step")),
+        )
+        for name, spec in specs.items()
+    )
+
+
+def _sent_into(state: Mapping[str, StateSpec], lists: Iterable[tuple[Item, ...]], suffix: str = "") -> Iterator[str]:
+    """The states that a send of any list names; inside `each` with its suffix, if there is such a one."""
+    for items in lists:
+        for item in items:
+            if isinstance(item, EachItem):
+                for each in item.suffixes:
+                    yield from _sent_into(state, (item.items,), each)
+            elif isinstance(item, OpItem) and isinstance(item.op, Send) and item.op.into:
+                own = f"{item.op.into}.{suffix}"
+                yield own if own in state else item.op.into
+
+
+def _set_problems(document: Document, tree: SourceTree) -> list[Diagnostic]:
+    """What is wrong with `step`, `variants` and `buckets` taken together."""
+    found: list[Diagnostic] = []
+    if (document.step is None) == (document.variants is None):
+        both = document.step is not None
+        place = tree.key_place(("variants",)) if both else tree.place(())
+        what = "both" if both else "neither"
+        hint = "move the step into a variant" if both else "write the ops of a denoising step under `step`"
+        found.append(Diagnostic("E104", "a schedule has a step, or variants", place, "one of them", what, hint))
+    names = list(document.variants or {})
+    for name, spec in (document.variants or {}).items():
+        for index, other in enumerate(spec.after or ()):
+            if other not in names:
+                path: TreePath = ("variants", name, "after")
+                path = (*path, index) if tree.has((*path, index)) else path
+                expected = f"one of {', '.join(names)}"
+                problem = f"no variant is called '{other}'"
+                found.append(
+                    Diagnostic("E214", problem, tree.place(path), expected, f"'{other}'", nearest(other, names))
+                )
+    seq = document.shape.seq
+    whole = ["batch", *(seq if isinstance(seq, dict) else ["seq"])]
+    sizes = [*whole, *(document.shape.model_extra or {})]
+    for name, values in (document.buckets or {}).items():
+        for size, value in values.items():
+            if size in whole and value == 0:
+                place = tree.place(("buckets", name, size))
+                found.append(Diagnostic("E103", f"'buckets.{name}.{size}' has a wrong value", place, "at least 1", "0"))
+            if size not in sizes:
+                place = tree.key_place(("buckets", name, size))
+                expected = f"one of {', '.join(sizes)}"
+                problem = f"no size of `shape` is called '{size}'"
+                found.append(Diagnostic("E214", problem, place, expected, f"'{size}'", nearest(size, sizes)))
+    return found
 
 
 def load_schedule(path: Path, overrides: Overrides = ()) -> Schedule:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,6 @@ from stepgraph.planner import ops
 from stepgraph.planner.diagnostics import nearest
 from stepgraph.planner.opgraph import Action
 from stepgraph.planner.rules import Rule, heads_dim, memory_for
-from stepgraph.planner.schedule import EachItem, Item, OpItem, Schedule
 from stepgraph.planner.source import TreePath
 from stepgraph.planner.values import Dim, DimKind, Form, Placement, Space, Value, features, row_dim
 
@@ -26,7 +24,6 @@ class States:
 
     def __init__(self, e: Expander) -> None:
         self.e, self.specs = e, e.schedule.state
-        self.sent_into = set(_sent_into(e.schedule))
         self.memories: dict[str, int] = {}
         """By key, in the order of first mention."""
         self.read: set[str] = set()
@@ -74,7 +71,7 @@ class States:
             return None
         if self.e.schedule.axis("tensor") > 1:  # heads are cut over both axes, as those that projections make
             form = tuple(replace(dim, split=True) if dim.kind is DimKind.HEADS else dim for dim in form)
-        target = name in self.sent_into
+        target = name in self.e.schedule.sent_into
         memory = replace(
             memory_for(name, form, placement, self.e.schedule),
             space=Space.TARGET if target else Space.STATE,
@@ -176,22 +173,6 @@ class States:
     def ordered(self) -> tuple[int, ...]:
         """The memories of all states, in the order of the schedule and of the layers."""
         return tuple(self.memories[key] for key in sorted(self.memories, key=self.place.__getitem__))
-
-
-def _sent_into(schedule: Schedule) -> Iterator[str]:
-    """The states that a send of any block names."""
-
-    def walk(items: Iterable[Item], suffix: str) -> Iterator[str]:
-        for item in items:
-            if isinstance(item, EachItem):
-                for each in item.suffixes:
-                    yield from walk(item.items, each)
-            elif isinstance(item, OpItem) and isinstance(item.op, ops.Send) and item.op.into:
-                own = f"{item.op.into}.{suffix}"
-                yield own if suffix and own in schedule.state else item.op.into
-
-    for items in (*schedule.blocks.values(), schedule.step):
-        yield from walk(items, "")
 
 
 def keep(r: Rule, op: ops.Keep) -> None:

@@ -73,13 +73,12 @@ class CudaRank:
         """Nobody takes part in collectives; what would come through them is zero."""
         for number in range(len(self.plan.targets)):
             self.tensors[number] = site.target(number)
-        for number in self.plan.state_buffers:
-            if number not in self.tensors:
-                box = self.program.buffers[number]
-                shape, dtype = (box.batch, box.rows, box.cols), torch_dtype(box.dtype)
-                self.tensors[number] = torch.zeros(shape, dtype=dtype, device=site.device)
         # They stay where they are until the session ends: graphs know their addresses.
-        self.states = {number: self.tensors[number] for number in sorted(self.plan.state_buffers)}
+        self.states = {
+            state.buffer: self.tensors[state.buffer] if state.buffer in self.tensors else site.states[state.name]
+            for state in self.plan.states
+        }
+        self.tensors |= self.states
         for item in self.program.instructions:
             if isinstance(item, Load):
                 view = self.program.views[item.view]

@@ -17,8 +17,9 @@ from stepgraph.planner.schedule import Schedule, read_schedule
 from stepgraph.runtime.cpu_memory import Fault, Race
 from stepgraph.runtime.denoise import denoise, sigma_pairs
 from stepgraph.runtime.facts import CaptureFacts
+from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.interleave import Interleaving
-from stepgraph.runtime.session import DeviceName, NamedLoop, Session, cuda_lacks, need_cuda, random_inputs
+from stepgraph.runtime.session import DeviceName, NamedLoop, Session, cuda_lacks, need_cuda
 
 if TYPE_CHECKING:
     from stepgraph.runtime.rank_run import RankRun

@@ -9,7 +9,8 @@ from test_state_tensors import CACHE, RESIDUAL, plan_of
 
 from stepgraph.planner.diagnostics import StepgraphError
 from stepgraph.planner.plan import Plan, Run
-from stepgraph.runtime.session import Session, random_inputs
+from stepgraph.runtime.inputs import random_inputs
+from stepgraph.runtime.session import Session
 
 from support.ranks import on_ranks
 
@@ -37,8 +38,8 @@ def requests(plan: Plan, rank: int) -> tuple[list[torch.Tensor], bool]:
     with torch.no_grad(), Session(plan, device="cuda", seed=0) as session:
         step, backend = session.capture(), session.backend
         assert isinstance(backend, CudaBackend)
-        assert backend.worker is not None
-        before = {number: tensor.data_ptr() for number, tensor in backend.worker.states.items()}
+        worker = backend.steps[0].worker
+        before = {number: tensor.data_ptr() for number, tensor in worker.states.items()}
         for _ in range(2):
             for number in range(2):
                 inputs = {name: tensor.cuda() for name, tensor in random_inputs(plan, number).items()}
@@ -46,8 +47,8 @@ def requests(plan: Plan, rank: int) -> tuple[list[torch.Tensor], bool]:
                 assert isinstance(output, torch.Tensor)
                 found.append(output.cpu())
             session.reset_state()
-            assert all(not tensor.any() for tensor in backend.worker.states.values())
-        after = {number: backend.worker.tensors[number].data_ptr() for number in before}
+            assert all(not tensor.any() for tensor in worker.states.values())
+        after = {number: worker.tensors[number].data_ptr() for number in before}
     return found, before == after
 
 

@@ -19,8 +19,9 @@ from stepgraph.planner.schedule import read_schedule
 from stepgraph.planner.verify.proof import prove
 from stepgraph.runtime.compare import compare
 from stepgraph.runtime.cpu import World
+from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.mutate import KINDS, seen_by_running, with_program
-from stepgraph.runtime.session import Session, random_inputs
+from stepgraph.runtime.session import Session
 from stepgraph.runtime.simulate import simulate
 
 D = torch.float64
@@ -211,15 +212,15 @@ def test_rows_of_another_chunk_stay() -> None:
         session.capture()(**random_inputs(plan, 0))
         backend = session.backend
         assert isinstance(backend, World)
-        rows = [memory.tensors[plan.states[0].buffer].clone() for memory in backend.memories]
+        rows = [memory.tensors[plan.states[0].buffer].clone() for memory in backend.memories[0]]
     wide = plan_of(CACHE, shape__seq="6", shape__kv="8", shape__past="1", model__layers="1")
     with torch.no_grad(), Session(wide, device="cpu", seed=0) as session:
         backend = session.backend
         assert isinstance(backend, World)
-        for memory in backend.memories:
+        for memory in backend.memories[0]:
             memory.tensors[wide.states[0].buffer][:, [0, 7]] = 3.0
         session.capture()(**random_inputs(plan, 0))
-        for memory, own in zip(backend.memories, rows, strict=True):
+        for memory, own in zip(backend.memories[0], rows, strict=True):
             got = memory.tensors[wide.states[0].buffer]
             assert torch.equal(got[:, 1:7], own)
             assert (got[:, [0, 7]] == 3.0).all()
@@ -390,7 +391,8 @@ WAYS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "at: past, barrier: true}", "at: past}\n    - send: {name: again, in: v, into: kcache, at: 0, barrier: true}"),
         ("past: 7", "past: 10")]),
     "rotated where it lies": (CACHE, [("    - attention", "    - norm_rope: kcache\n    - attention")]),
-    "read, changed and kept": (RESIDUAL, [("keep: {in: x, into: kept}", "residual: {name: r, in: [kept, x], out: kept}")]),
+    "read, changed and kept": (RESIDUAL, [
+        ("keep: {in: x, into: kept}", "residual: {name: r, in: [kept, x], out: kept}")]),
     "written twice": (RESIDUAL, [("  - layers", "  - keep: {name: early, in: x, into: kept}\n  - layers")]),
     "made by a projection": (RESIDUAL, [("keep: {in: x, into: kept}", "linear: {in: x, out: kept}")]),
     "made by a call": (RESIDUAL, [("keep: {in: x, into: kept}", "call: {name: c, in: [x, kept], out: kept, like: x}")]),
@@ -404,7 +406,8 @@ WAYS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         ("  - keep: {in: x, into: kept}\n", ""), ("name: head, in: x", "name: head, in: [x, kept]"),
         ("- all_gather: noise", "- all_gather: {in: noise, via: copy}\n  - keep: {in: noise, into: kept}")]),
     "a rank's own rows of what is whole": (RESIDUAL, [
-        ("- shard: x\n", "- keep: {name: own, in: x, into: kept}\n  - shard: x\n"), ("  - keep: {in: x, into: kept}\n", "")]),
+        ("- shard: x\n", "- keep: {name: own, in: x, into: kept}\n  - shard: x\n"),
+        ("  - keep: {in: x, into: kept}\n", "")]),
 }  # fmt: skip
 
 
