@@ -39,8 +39,8 @@ class Unsharded:
         self.schedule, self.dtype = schedule, dtype
         self.weights = MadeUpWeights(seed, device or torch.device("cpu"))
         self.states: list[dict[str, Tensor]] = [{} for _ in range(schedule.axis("cfg"))]
-        """Of each branch of guidance: what the last step has left in each state, by name and, if it has one, layer. Models
-        of several versions of a step may have it in common."""
+        """Of each branch of guidance: what the last step has left in each state, by name and, if it has one, layer.
+        Models of several versions of a step may have it in common."""
         self.names: dict[tuple[str | int, ...], str] = {}
         for block, items in (*schedule.blocks.items(), ("step", schedule.step)):
             self._name(block, items, {})
