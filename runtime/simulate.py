@@ -56,8 +56,10 @@ class RunReport:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The schedule that a plan was compiled from."""
-    return read_schedule(plan.source.text, plan.source.file, plan.source.overrides)
+    """The schedule that a plan was compiled from: the version of it that the plan is."""
+    source = plan.source
+    versions = read_schedule(source.text, source.file, source.overrides).versions()
+    return next(found for found in versions if (found.variant, found.bucket) == (source.variant, source.bucket))
 
 
 def _unsharded_loop(plan: Plan, model: Unsharded, inputs: dict[str, Tensor], steps: int) -> list[tuple[Tensor, ...]]:

@@ -14,7 +14,7 @@ from stepgraph.planner.diagnostics import ScheduleError
 from stepgraph.planner.plan import Reset, Signal, Wait
 from stepgraph.planner.plan_set import PlanSet, dumps, loads
 from stepgraph.planner.schedule import Schedule, read_schedule, version_name
-from stepgraph.planner.verify.proof import prove
+from stepgraph.planner.verify.succession import prove_set
 from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.mutate import with_program
 from stepgraph.runtime.session import Session, StepOf
@@ -136,7 +136,8 @@ def test_versions_share_what_they_leave(ranks: int, seed: int) -> None:
 
 def test_states_lie_at_one_place_in_every_version() -> None:
     plans = compile_set(schedule())
-    assert all(prove(plan).ok for plan in plans.plans)
+    proof = prove_set(plans.versions(), plans.follows())
+    assert proof.ok, proof.findings[:2]
     assert loads(dumps(plans)) == plans
     for name in ("kcache[0]", "kcache[1]", "vcache[0]", "vcache[1]"):
         places = [
@@ -201,13 +202,25 @@ def test_a_version_that_only_reads_what_peers_write_is_closed() -> None:
     plans = compile_set(schedule(IDLE))
     idle = plans.plan("idle")
     assert [exchange.name for exchange in idle.exchanges] == ["step.closing_ulysses", "step.closing_ulysses_2"]
-    assert all(prove(plan).ok for plan in plans.plans)
+    assert prove_set(plans.versions(), plans.follows()).ok
     assert not race_seen(plans)
     open_end = idle
     for rank, program in enumerate(idle.ranks):
         kept = [item for item in program.instructions if not isinstance(item, Signal | Wait | Reset)]
         open_end = with_program(open_end, rank, kept)
-    assert race_seen(replace(plans, plans=(plans.plans[0], replace(open_end, exchanges=()))))
+    opened = replace(plans, plans=(plans.plans[0], replace(open_end, exchanges=())))
+    proof = prove_set(opened.versions(), opened.follows())
+    assert {found.code for found in proof.findings} == {"E303"}
+    assert race_seen(opened)
+
+
+def test_what_would_overwrite_a_state_of_another_version_is_refused() -> None:
+    plans = compile_set(schedule())
+    cached = plans.plan("cached", "first")
+    moved = replace(cached, targets=tuple(replace(target, offset=0) for target in cached.targets))
+    found = replace(plans, plans=tuple(moved if plan is cached else plan for plan in plans.plans))
+    proof = prove_set(found.versions(), found.follows())
+    assert {finding.code for finding in proof.successions} == {"E306"}
 
 
 def codes(text: str) -> list[str]:
