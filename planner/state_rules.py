@@ -181,14 +181,13 @@ def keep(r: Rule, op: ops.Keep) -> None:
     name = r.e.states.into(r, op.into)
     if name is None:
         return
-    now = r.e.names[r.e.states.key(name, r.site.path)]
-    joined = r.join(operands, r.e.values[now].placement) if operands and now is not None else None
-    output = None
-    if joined and operands:
-        placement = r.value(joined[1][0]).placement
-        output = r.e.states.result(name, r.value(operands[0]).form, placement, False, r.site.path)
-    if joined and output is not None:
-        r.node(Action.RUN, [("in", joined[1][0].value)], [output])
+    now, output = r.e.names[r.e.states.key(name, r.site.path)], None
+    if operands and now is not None:
+        part = r.narrow(operands[0], r.e.values[now].placement)
+        given = r.value(part)
+        output = r.e.states.result(name, given.form, given.placement, False, r.site.path)
+        if output is not None:
+            r.node(Action.RUN, [("in", part.value)], [output])
     r.e.bind(name, output, r.site.path)
 
 
@@ -199,13 +198,15 @@ def send_into(r: Rule, op: ops.Send, source: int | None, path: TreePath) -> None
     if name is None:
         return
     key = r.e.states.key(name, r.site.path)
-    now, problem = r.e.names[key], ("", "", "")
+    now = r.e.names[key]
+    problem: tuple[str, ...] = ()
     r.e.states.written.add(name)
     if source is None or now is None:
         r.e.names[key] = None
         return
     state, given = r.e.values[now], r.e.values[source]
     memory, row, rows = r.e.memories[state.memory], row_dim(given.form), row_dim(state.form)
+    dtype = r.e.memories[given.memory].dtype
     first = r.e.named_size(op.at, (*r.site.path, "at"))
     if first is None or row is None:
         return
@@ -213,20 +214,21 @@ def send_into(r: Rule, op: ops.Send, source: int | None, path: TreePath) -> None
     same = same and r.e.states.alike(features(given.form), features(state.form))
     if op.via == "nccl" or op.out:
         field = "via: nccl" if op.via == "nccl" else "out"
-        problem = ("E213", "a send into a state goes by copy, and names no result", f"no `{field}`")
+        problem = ("E213", "a send into a state goes by copy, and names no result", f"no `{field}`", f"`{field}`")
     elif state.placement is not Placement.HEAD:
         problem = ("E203", "a state that is sent into is placed by head", "placement: head")
     elif len(row.segments) > 1:
         problem = ("E203", "what is sent into a state is one sequence", "a tensor of one sequence")
     elif not same or rows is None:
         problem = ("E204", f"the state '{name}' has other features", state.describe())
-    elif r.e.memories[given.memory].dtype is not memory.dtype:
-        problem = ("E204", f"the state '{name}' has another dtype", memory.dtype)
+    elif dtype is not memory.dtype:
+        problem = ("E204", f"the state '{name}' has another dtype", memory.dtype, dtype)
     elif first + row.size > rows.size:
         problem = ("E204", f"the rows do not fit into the state '{name}'", f"{rows.size} rows at most")
-    if problem[0]:
-        code, message, expected = problem
-        r.e.error(code, path, message, expected, f"{given.describe()}, {row.size} rows from row {first} on")
+    if problem:
+        code, message, expected, *got = problem
+        told = f"{given.describe()}, {row.size} rows from row {first} on"
+        r.e.error(code, path, message, expected, got[0] if got else told)
         r.e.names[key] = None
         return
     target = r.e.value(replace(state))

@@ -1,7 +1,9 @@
 """States, which outlive a step: a cached residual, a KV cache that steps fill in parts; sharded and unsharded agree."""
 
+import json
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.mutate import KINDS, seen_by_running, with_program
 from stepgraph.runtime.session import Session
 from stepgraph.runtime.simulate import simulate
+from stepgraph.tools import cli
 
 D = torch.float64
 
@@ -421,3 +424,19 @@ def test_ways_of_using_states(way: str) -> None:
     compared = compare(plan, 0)
     assert compared
     assert not any(row.differs for row in compared)
+
+
+def test_commands_tell_of_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cache.yaml"
+    file.write_text(CACHE.replace("float64", "float32"))
+    assert cli.run(["compile", str(file)]) == 0
+    assert "state        4, 5.1 kB of rank 0" in capsys.readouterr().out
+    assert cli.run(["show", str(file)]) == 0
+    assert "send_k -> kcache[0] of rank 1" in capsys.readouterr().out
+    assert cli.run(["memory", str(file), "--format", "json"]) == 0
+    states = json.loads(capsys.readouterr().out)["states"]
+    assert [(found["name"], found["nbytes"], found["sent_into"]) for found in states[:2]] == [
+        ("kcache[0]", 2 * 20 * 2 * 4 * 4, True), ("kcache[1]", 2 * 20 * 2 * 4 * 4, True)
+    ]  # fmt: skip
+    assert cli.run(["explain", "state.per"]) == 0
+    assert "every layer has one of its own" in capsys.readouterr().out
