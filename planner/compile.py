@@ -18,7 +18,14 @@ from stepgraph.planner.memory import MemoryPlan, allocate, verify_memory
 from stepgraph.planner.opgraph import verify_opgraph
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.plan_check import check_plan
-from stepgraph.planner.plan_set import BucketSizes, PlanSet, VariantRule, share_memory
+from stepgraph.planner.plan_set import (
+    BucketSizes,
+    PlanSet,
+    VariantRule,
+    differing_state,
+    share_memory,
+    state_uses,
+)
 from stepgraph.planner.schedule import Schedule, version_name
 from stepgraph.planner.streams import order, verify_streams
 
@@ -54,7 +61,7 @@ def check_schedule(schedule: Schedule) -> MemoryPlan:
     out.
 
     Raises:
-        ScheduleError: every E2xx of the schedule, or E305.
+        ScheduleError: every E2xx of the schedule, or every E301, or E305.
     """
     return allocate(order(expand(schedule)))
 
@@ -97,7 +104,7 @@ def compile_schedule(schedule: Schedule) -> Plan:
     """The plan of a schedule without variants and buckets. ``STEPGRAPH_DUMP=DIR`` writes a numbered file a pass.
 
     Raises:
-        ScheduleError: every E2xx of the schedule, E215 where it has versions, or E305.
+        ScheduleError: every E2xx of the schedule, E215 where it has versions, every E301, or E305.
     """
     if schedule.variants or schedule.buckets:
         names = ", ".join(version_name(version) for version in schedule.versions())
@@ -136,9 +143,35 @@ def compile_set(schedule: Schedule, progress: Callable[[str], None] = lambda _: 
 
     plans = _of_versions(schedule, compiled)
     _all_read(schedule, {entry.name for plan in plans for entry in plan.inputs})
+    _check_states(schedule, plans)
     return PlanSet(
         schedule.name,
         tuple(VariantRule(variant.name, variant.after) for variant in schedule.variants),
         tuple(BucketSizes(bucket.name, bucket.sizes) for bucket in schedule.buckets),
         share_memory(plans),
     )
+
+
+def _check_states(schedule: Schedule, plans: list[Plan]) -> None:
+    """A state is one tensor of all versions: of one shape, read by some and written by some.
+
+    Raises:
+        ScheduleError: E204, E202.
+    """
+    differing = differing_state(plans)
+    if differing is not None:
+        name, one, two = differing
+        place = schedule.tree.place(("state", name.partition("[")[0], "shape"))
+        problem, got = (
+            f"the state '{name}' has several shapes",
+            f"others in {version_name(one.source)} and {version_name(two.source)}",
+        )
+        hint = "give it the largest, and let `keys` count the rows that attention reads"
+        raise ScheduleError([Diagnostic("E204", problem, place, "one shape in all versions", got, hint)])
+    uses = [state_uses(plan) for plan in plans]
+    for name in schedule.state:
+        for number, what in enumerate(("read", "written")):
+            if not any(name in used[number] for used in uses):
+                place, problem = schedule.tree.key_place(("state", name)), f"the state '{name}' is never {what}"
+                hint = "take it out of `state`" if what == "read" else "it is zero for ever"
+                raise ScheduleError([Diagnostic("E202", problem, place, "", "", hint)])

@@ -36,7 +36,7 @@ class Use:
 
 
 def uses(plan: Plan, rank: int) -> list[Use]:
-    """What a rank's targets hold, one filling after another, by the order of ops."""
+    """What a rank's targets hold, one filling after another, by the order of ops; a state is in use all the time."""
     from stepgraph.planner.plan import Collective, Run, Send, Store
 
     program = plan.ranks[rank]
@@ -63,8 +63,11 @@ def uses(plan: Plan, rank: int) -> list[Use]:
         for view in views:
             if program.views[view].buffer < len(plan.targets) and isinstance(item, Run | Send | Collective):
                 touched[program.views[view].buffer].setdefault(item.op, False)
-    found: list[Use] = []
+    states = plan.state_buffers
+    found = [Use(target, 0, len(plan.ops) - 1) for target in touched if target in states]
     for target, ops in touched.items():
+        if target in states:
+            continue
         first = last = -1
         for op, writes in sorted(ops.items()):
             if writes and first >= 0 and last > first:
@@ -116,7 +119,7 @@ def command(
     plan = read_plan_or_schedule(file, settings, variant=variant, bucket=bucket)
     if rank >= plan.world_size:
         raise click.UsageError(f"the plan has ranks 0 to {plan.world_size - 1}")
-    found = uses(plan, rank)
+    found, program = uses(plan, rank), plan.ranks[rank]
     if svg:
         Path(svg).write_text(drawing(plan, rank), encoding="utf-8")
     if style == "json":
@@ -140,6 +143,11 @@ def command(
                     }
                     for number, target in enumerate(plan.targets)
                 ],
+                "states": [
+                    {"name": state.name, "nbytes": program.buffers[state.buffer].nbytes,
+                     "sent_into": state.buffer < len(plan.targets)}
+                    for state in plan.states
+                ],
                 "svg": svg,
             }
         )  # fmt: skip
@@ -158,6 +166,10 @@ def command(
     shared = _shared_words(plan)
     words = f"{shared} of them shared by exchanges" if shared else "none of them shared"
     click.echo(f"flags {plan.flag_slots} words of 8 bytes, {words}")
+    for sent, words in ((True, "in the arena, sent into"), (False, "in memory of the rank's own")):
+        states = [program.buffers[s.buffer] for s in plan.states if (s.buffer < len(plan.targets)) is sent]
+        if states:
+            click.echo(f"states {words}: {len(states)}, {sum(buffer.nbytes for buffer in states)} bytes")
     if svg:
         click.echo(f"drawn into {svg}")
     return 0

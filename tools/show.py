@@ -25,7 +25,8 @@ def describe(plan: Plan, rank: int, item: Instruction) -> str:
         case p.Run():
             return op(item.op)
         case p.Send():
-            return f"{op(item.op)} -> rank {item.peer}"
+            into = f"{program.buffers[item.target].name} of " if item.target in plan.state_buffers else ""
+            return f"{op(item.op)} -> {into}rank {item.peer}"
         case p.Signal():
             return f"signal {', '.join(str(flag.peer) for flag in item.flags)}"
         case p.Wait():
