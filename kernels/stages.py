@@ -144,7 +144,7 @@ def _attention(site: _Site) -> Stage:
     def stage(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         q, k, v = (torch.cat([tensors[index] for index in indices], dim=1) for indices in roles)
         given = [tensors[index] for index in masks]
-        return [reference.attention(q, k, v, reference.joined_mask(site.options["keys"], given) if given else None)]
+        return [reference.attention(q, k, v, reference.joined_mask(site.options["masked"], given) if given else None)]
 
     return stage
 
@@ -198,6 +198,11 @@ def _concat(site: _Site) -> Stage:
     return lambda tensors: [torch.cat([t.reshape(box) for t, box in zip(tensors, boxes, strict=True)], dim=1)]
 
 
+def _keep(site: _Site) -> Stage:
+    """What it gives is copied into a state, and needs no memory of its own."""
+    return list
+
+
 def _guide(site: _Site) -> Stage:
     stacked = bool(site.with_role("both"))
 
@@ -239,6 +244,7 @@ _MAKERS: dict[str, Callable[[_Site], Stage]] = {
     "linear": _linear,
     "call": _call,
     "concat": _concat,
+    "keep": _keep,
     "guide": _guide,
     "repeat": _repeat,
     "join": _join,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stepgraph.planner import ops
-from stepgraph.planner.mask_rules import key_masks
 from stepgraph.planner.opgraph import Action
 from stepgraph.planner.rules import Operand, Rule, heads_dim, memory_for, same_form, width_of
 from stepgraph.planner.values import Dim, DimKind, Form, Placement, Value, features, row_dim, show
@@ -123,111 +122,6 @@ def rotate(r: Rule, op: ops.NormRope | ops.Rope) -> None:
         r.e.bind(r.e.resolve(name, r.site.context), output, r.site.path)
 
 
-def attention(r: Rule, op: ops.Attention) -> None:
-    outs = [f"{op.out}.{suffix}" for suffix in op.concat] if op.concat else [op.out]
-    if not r.count(3, 3, "q, k and v"):
-        return r.give_up(outs)
-    operands: list[Operand] = []
-    for index, (role, name) in enumerate(zip("qkv", op.in_, strict=True)):
-        for part in [f"{name}.{suffix}" for suffix in op.concat] if op.concat else [name]:
-            value = r.e.read(part, r.operand_path("in", index), r.site.context)
-            if value is not None:
-                operands.append(Operand(role, value, r.operand_path("in", index)))
-    parts = len(op.concat) if op.concat else 1
-    if len(operands) != 3 * parts:
-        return r.give_up(outs)
-    queries = operands[:parts]
-    for operand in operands:
-        if heads_dim(r.value(operand).form) is None or row_dim(r.value(operand).form) is None:
-            r.e.error(
-                "E204",
-                operand.path,
-                "attention takes heads",
-                "(batch, seq, heads, head_dim)",
-                r.value(operand).describe(),
-            )
-            return r.give_up(outs)
-    by_sequence = any(r.value(q).placement is Placement.SEQUENCE for q in queries)
-    if by_sequence:
-        for operand in operands[parts:]:
-            if r.value(operand).placement is not Placement.REPLICATED:
-                r.e.error(
-                    "E203",
-                    operand.path,
-                    "attention over a part of the rows",
-                    f"q {Placement.HEAD} like k and v, or k and v replicated",
-                    f"{r.value(queries[0]).describe()}; {r.value(operand).describe()}",
-                    "send q, k and v before the attention, and close them with a barrier",
-                )
-                return r.give_up(outs)
-        joined = r.join(queries, Placement.SEQUENCE)
-        narrowed = [*joined[1], *operands[parts:]] if joined else []
-    else:
-        joined = r.join(operands)
-        narrowed = joined[1] if joined else []
-    if not joined:
-        return r.give_up(outs)
-    for k, v in zip(narrowed[parts : 2 * parts], narrowed[2 * parts :], strict=True):
-        if not same_form(r.value(k).form, r.value(v).form):
-            r.e.error("E204", v.path, "k and v differ in shape", r.value(k).describe(), r.value(v).describe())
-            return r.give_up(outs)
-    kv_heads, q_heads = heads_dim(r.value(narrowed[parts]).form), heads_dim(r.value(narrowed[0]).form)
-    assert kv_heads is not None
-    assert q_heads is not None
-    if q_heads.size % kv_heads.size:
-        r.e.error(
-            "E204",
-            narrowed[parts].path,
-            "q heads are no multiple of k's",
-            r.value(narrowed[0]).describe(),
-            r.value(narrowed[parts]).describe(),
-        )
-        return r.give_up(outs)
-    chunk = None if r.e.chunk is None else q_heads.chunk
-    if chunk:
-        narrowed = [r.in_chunk(operand, chunk) for operand in narrowed]
-    for operand in narrowed:
-        dim = heads_dim(r.value(operand).form)
-        if dim is not None and dim.chunk != r.e.chunk:
-            r.e.error(
-                "E217",
-                operand.path,
-                "the attention is in chunks, and an operand is not",
-                "what is sent in the chunks, or replicated",
-                r.value(operand).describe(),
-                "move the send into `do`",
-            )
-            return r.give_up(outs)
-    keys = [row_dim(r.value(k).form) for k in narrowed[parts : 2 * parts]]
-    masks, options = key_masks(r, op, [key for key in keys if key]) if op.mask else ([], ())
-    if masks is None:
-        return r.give_up(outs)
-    return _attend(r, joined[0], [*narrowed, *masks], outs, options)
-
-
-def _attend(
-    r: Rule, placement: Placement, operands: list[Operand], outs: list[str], options: tuple[tuple[str, str], ...]
-) -> None:
-    """One result with the rows of all q segments; each segment's output is a view of it."""
-    queries = [r.value(operand) for operand in operands[: len(outs)]]
-    if len(queries) == 1:
-        return r.run(operands, outs[0], queries[0].form, placement, options)
-    rows = [row_dim(query.form) for query in queries]
-    segments = tuple(name for row in rows if row for name in row.segments)
-    whole = Dim(DimKind.SEQUENCE, sum(row.size for row in rows if row), segments)
-    memory = r.e.memory(
-        replace(memory_for(outs[0].rpartition(".")[0], queries[0].form, placement, r.e.schedule), rows=whole)
-    )
-    outputs, first = [], 0
-    for out, query, row in zip(outs, queries, rows, strict=True):
-        outputs.append(r.e.value(Value(out, memory, query.form, placement, False, 0, first)))
-        first += len(row.segments) if row else 0
-    r.node(Action.RUN, [(o.role, o.value) for o in operands], outputs, options)
-    for out, output in zip(outs, outputs, strict=True):
-        r.define(out, output)
-    return None
-
-
 def linear(r: Rule, op: ops.Linear) -> None:
     widths: dict[str, str] = {op.out: "hidden"} if isinstance(op.out, str) else dict(op.out)
     operands = r.read("in", op.in_)
@@ -278,6 +172,10 @@ def linear(r: Rule, op: ops.Linear) -> None:
         else:
             pieces.append((Dim(DimKind.PLAIN, sizes[width], split=column),))
     partial = op.split == "row"
+    options = (("split", op.split),) if op.split else ()
+    (name, *others) = widths
+    if not others and r.site.context.defines(name) in r.e.schedule.state:
+        return r.run(inputs, name, (*lead, *pieces[0]), placement, options, partial)
     memory = r.e.memory(
         replace(
             memory_for(r.site.name.split(".")[-1], (*lead, *pieces[0]), placement, r.e.schedule), pieces=tuple(pieces)
@@ -287,7 +185,6 @@ def linear(r: Rule, op: ops.Linear) -> None:
         r.e.value(Value(r.site.context.defines(name), memory, (*lead, *piece), placement, partial, index))
         for index, (name, piece) in enumerate(zip(widths, pieces, strict=True))
     ]
-    options = (("split", op.split),) if op.split else ()
     r.node(Action.RUN, [(o.role, o.value) for o in inputs], outputs, options)
     for name, output in zip(widths, outputs, strict=True):
         r.define(name, output)
@@ -331,10 +228,10 @@ def call(r: Rule, op: ops.Call) -> None:
     if not joined:
         return r.give_up(op.out)
     placement, inputs = joined
-    made = {dim.segments for form in forms for dim in form}
+    lengths = {dim.segments for form in forms for dim in form}
     for index, operand in enumerate(operands):
         row = row_dim(r.value(operand).form)
-        if placement is Placement.SEQUENCE and row is not None and row.segments not in made:
+        if placement is Placement.SEQUENCE and row is not None and row.segments not in lengths:
             inputs[index] = operand  # rows of another sequence than the outputs': whole where it is replicated
     needed = DimKind.SEQUENCE if placement is Placement.SEQUENCE else DimKind.HEADS
     for out, form in zip(op.out, forms, strict=True):
@@ -358,7 +255,10 @@ def call(r: Rule, op: ops.Call) -> None:
             "give it a batch, or take `cfg: sequential`",
         )
         return r.give_up(op.out)
-    outputs = [r.e.fresh(r.site.context.defines(out), form, placement) for out, form in zip(op.out, forms, strict=True)]
+    made = [r.result(out, form, placement) for out, form in zip(op.out, forms, strict=True)]
+    outputs = [output for output in made if output is not None]
+    if len(outputs) < len(made):
+        return r.give_up(op.out)
     cut = placement is Placement.HEAD or any(dim.split for operand in inputs for dim in r.value(operand).form)
     options = (("features", "cut"),) if cut else ()
     r.node(Action.RUN, [(o.role, o.value) for o in inputs], outputs, options)

@@ -56,6 +56,8 @@ class Guidance:
         self.first: dict[tuple[TreePath, str], int] = {}
         """In a sequential step: what each guide takes of the first branch."""
         self.results: dict[str, tuple[int | None, TreePath]] = {}
+        self.sides: dict[str, bool] = {}
+        """Of each state, whether it belongs to the branches."""
         self.apart: set[str] = set()
         """Names that mean something on the other side of the last guide only."""
 
@@ -107,7 +109,8 @@ class Guidance:
                 e.unclosed()
             self.inside, self.part = False, ""
             seen = set(e.names) | self.apart
-            e.names = {name: shared[name] for name in self.plain if e.names.get(name) == shared[name]}
+            states = {key: e.names[key] for key in e.states.memories if key in e.names}
+            e.names = {**{name: shared[name] for name in self.plain if e.names.get(name) == shared[name]}, **states}
             self.apart = seen - set(e.names)
             for full, (value, path) in self.results.items():
                 e.bind(full, value, path)
@@ -183,6 +186,29 @@ class Guidance:
                 "a tensor from before the last guide",
                 "make it behind the guide",
             )
+
+    def state(self, name: str, path: TreePath) -> bool:
+        """Whether a state may be mentioned here; false after telling why not."""
+        if self.inside and self.mode == "sequential":
+            self.e.error(
+                "E216",
+                path,
+                f"each branch would need a state '{name}' of its own",
+                "cfg: batch, cfg: parallel, or a use of it behind the last guide",
+                "cfg: sequential",
+            )
+            return False
+        if self.sides.setdefault(name, self.inside) != self.inside:
+            self.e.error(
+                "E216",
+                path,
+                f"the state '{name}' is used on both sides of the last guide",
+                "uses before the last guide, or behind it",
+                "both",
+                "give each side a state of its own",
+            )
+            return False
+        return True
 
     def seen(self, name: str, value: int) -> int:
         """What an op reads of a value: an input that the branches share is repeated where they share a batch."""

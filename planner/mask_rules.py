@@ -22,8 +22,8 @@ def _parts(r: Rule, dim: Dim) -> list[tuple[Dim, int]]:
 def key_masks(
     r: Rule, op: ops.Attention, keys: Sequence[Dim]
 ) -> tuple[list[Operand] | None, tuple[tuple[str, str], ...]]:
-    """The mask operands, and the option `keys`: in the order of the keys, `mask` for a run that the next operand is the
-    mask of, or how many keys without a mask follow. No operands where an error has been told."""
+    """The mask operands, and the option `masked`: in the order of the keys, `mask` for a run that the next operand is
+    the mask of, or how many keys without a mask follow. No operands where an error has been told."""
     assert op.mask is not None
     wanted = [dim for key in keys for dim, _ in _parts(r, key)]
     masks: dict[Dim, tuple[Operand, Value]] = {}
@@ -69,4 +69,4 @@ def key_masks(
                     pattern.append("mask")
                 elif count:
                     pattern.append(str(count))
-    return (found, (("keys", " ".join(pattern)),)) if masks else (None, ())
+    return (found, (("masked", " ".join(pattern)),)) if masks else (None, ())

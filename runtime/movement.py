@@ -65,6 +65,21 @@ def _siblings(plan: Plan, op: int) -> list[int]:
     return [n for n, found in enumerate(plan.ops) if key(found) == wanted and _chunk(found) is not None]
 
 
+def state_rows(plan: Plan) -> Mapping[Moved, range]:
+    """The rows of a state that each op fills which sends into one."""
+    states, found = plan.state_buffers, dict[Moved, range]()
+    for program in plan.ranks:
+        for item in program.instructions:
+            if isinstance(item, Send) and item.target in states:
+                first, end = _first_row(plan, item.op), item.region.row + item.region.rows
+                found[item.op, 0] = range(first, max(end, found.get((item.op, 0), range(end)).stop))
+    return found
+
+
+def _first_row(plan: Plan, op: int) -> int:
+    return int(dict(plan.ops[op].options).get("at", "0"))
+
+
 def moved_right(
     plan: Plan,
     exchange: int,
@@ -79,6 +94,7 @@ def moved_right(
     whole source of each member that sent anything: one without rows sends nothing."""
     group = plan.groups[plan.exchanges[exchange].group]
     buffer = ends[exchange, rank][moved]
+    first = _first_row(plan, moved[0])
     sources = [sent[member] for member in group if member in sent]
     # Nothing is sent to a member that ends with none.
     numbers = [ends[exchange, member].get(moved, buffer) if (exchange, member) in ends else buffer for member in group]
@@ -89,6 +105,8 @@ def moved_right(
     chunk = _chunk(plan.ops[moved[0]])
     if chunk is None or (kind == "gather" and moved[0] not in sources_of):
         want = assemble(kind, sources, boxes, me)
+        if buffer in plan.state_buffers:  # whose other rows are not of this op
+            got = got[:, first : first + want.shape[1]]
     else:
         slots = _slots(plan, moved, group, ends, sources_of)
         if slots is None:

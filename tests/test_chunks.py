@@ -15,8 +15,9 @@ from stepgraph.planner.shares import head_shares, most_chunks
 from stepgraph.planner.timeline import estimate
 from stepgraph.planner.verify.proof import prove
 from stepgraph.runtime.compare import compare
+from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.mutate import KINDS, judge, mutants
-from stepgraph.runtime.session import Session, random_inputs
+from stepgraph.runtime.session import Session
 from stepgraph.runtime.simulate import simulate
 
 from support.sizes import PLANS
@@ -287,3 +288,11 @@ def test_what_is_in_chunks_is_whole_behind_them() -> None:
     after = CHUNKED.replace("in: [o, m], out: a", "in: [o, m, q], out: a")
     assert "'q' is in chunks" in refusal(after)
     assert "E203" in refusal(after, 1)
+
+
+def test_a_state_is_not_cut() -> None:
+    text = CHUNKED.replace(
+        "outputs:", "state:\n  cache: {shape: [batch, seq, kv_heads, head_dim], placement: head}\noutputs:"
+    )
+    text = text.replace("- send: v\n", "- send: {in: v, into: cache}\n").replace("[q, k, v]", "[q, k, cache]")
+    assert "a state is not cut into chunks" in refusal(text)

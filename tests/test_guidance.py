@@ -13,7 +13,8 @@ from stepgraph.planner.plan import Plan, Run
 from stepgraph.planner.schedule import read_schedule
 from stepgraph.planner.verify.proof import prove
 from stepgraph.runtime.compare import compare
-from stepgraph.runtime.session import Session, random_inputs
+from stepgraph.runtime.inputs import random_inputs
+from stepgraph.runtime.session import Session
 from stepgraph.runtime.simulate import simulate
 
 MODES = ("batch", "sequential", "parallel")
@@ -210,3 +211,31 @@ def test_a_batch_does_not_mix_the_branches() -> None:
     assert report.ok
     bare = GUIDED.replace("text: {shape: [batch, txt, 5]", "text: {shape: [txt, 5]")
     assert "can't hold both branches" in refusal("batch", bare)
+
+
+STATEFUL = GUIDED.replace(
+    "cfg: MODE", "state:\n  last: {shape: [batch, img, hidden], placement: sequence}\ncfg: MODE"
+).replace(
+    "    - residual: {name: residual2, in: [x, a], out: x}\n",
+    "    - residual: {name: residual2, in: [x, a], out: x}\n"
+    "    - residual: {name: residual3, in: [x, last], out: x}\n    - keep: {in: a, into: last}\n",
+)
+
+
+@pytest.mark.parametrize("mode", ["batch", "parallel"])
+def test_each_branch_has_states_of_its_own(mode: str) -> None:
+    report = simulate(plan_of(mode, 2, STATEFUL), steps=3, seed=0)
+    assert report is not None
+    assert report.ok, report
+    assert report.max_abs_error < 1e-12
+
+
+def test_states_that_do_not_go_with_guidance() -> None:
+    assert "each branch would need a state 'last' of its own" in refusal("sequential", STATEFUL)
+    per_step = STATEFUL.replace("hidden], placement: sequence}", "hidden], placement: sequence, per: step}")
+    both = per_step.replace(
+        "  - call: {name: behind, in: [noise, latents]",
+        "  - shard: latents\n  - call: {name: behind, in: [noise, last]",
+    )
+    for mode in ("batch", "parallel"):
+        assert "on both sides of the last guide" in refusal(mode, both)

@@ -11,7 +11,8 @@ from stepgraph.planner.diagnostics import ScheduleError
 from stepgraph.planner.schedule import read_schedule
 from stepgraph.planner.verify.proof import prove
 from stepgraph.runtime.compare import compare
-from stepgraph.runtime.session import Session, random_inputs
+from stepgraph.runtime.inputs import random_inputs
+from stepgraph.runtime.session import Session
 from stepgraph.runtime.simulate import schedule_of, simulate
 
 HEAD = """
@@ -255,3 +256,23 @@ def test_parts_that_are_joined_by_head_are_gathered_first() -> None:
     told = refusal(before + joined + after)
     assert "E203" in told
     assert "gather the parts" in told
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 3])
+def test_a_mask_of_the_first_rows(ulysses: int) -> None:
+    """`keys` and a mask: the mask is that of the rows that are attended to."""
+    text = CROSS_FIRST_ROWS.replace("{ulysses: 4}", f"{{ulysses: {ulysses}}}")
+    plan = compile_schedule(read_schedule(text, "masked.yaml"))
+    report = simulate(plan, steps=2, seed=ulysses)
+    assert report is not None
+    assert report.ok, report
+    assert report.max_abs_error < 1e-12
+    told = refusal(text.replace("keys: kept", "keys: 4"))
+    assert "is not the mask of one sequence of keys" in told
+
+
+CROSS_FIRST_ROWS = (
+    (HEAD.replace("txt: 6}}", "txt: 6}, kept: 5}").replace("[batch, txt], dtype", "[batch, kept], dtype") + CROSS)
+    .replace("mask: MASK", "mask: txt_mask, keys: kept")
+    .replace("  img_mask: {shape: [batch, img]}\n", "")
+)
