@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -146,9 +146,14 @@ def compile_set(schedule: Schedule, progress: Callable[[str], None] = lambda _: 
     return PlanSet(
         schedule.name,
         tuple(VariantRule(variant.name, variant.after) for variant in schedule.variants),
-        tuple(BucketSizes(bucket.name, bucket.sizes) for bucket in schedule.buckets),
+        tuple(_bucket_sizes(schedule)),
         share_memory(plans),
     )
+
+
+def _bucket_sizes(schedule: Schedule) -> Iterator[BucketSizes]:
+    for version in schedule.versions()[: len(schedule.buckets)]:
+        yield BucketSizes(version.bucket, (("batch", version.batch), *version.segments, *version.more_sizes))
 
 
 def _check_states(schedule: Schedule, plans: list[Plan]) -> None:

@@ -50,7 +50,7 @@ class BucketSizes:
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
     name: str
     sizes: tuple[tuple[str, int], ...]
-    """Those that the schedule gives for it."""
+    """All sizes of its `shape`."""
 
 
 @dataclass(frozen=True, slots=True)
