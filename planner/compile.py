@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError
 from stepgraph.planner.dump import dump_level
@@ -30,6 +30,7 @@ from stepgraph.planner.schedule import Schedule, version_name
 from stepgraph.planner.streams import order, verify_streams
 
 log = logging.getLogger("stepgraph")
+Level = TypeVar("Level")
 
 
 def verify_plan(plan: Plan) -> None:
@@ -63,6 +64,40 @@ def check_schedule(schedule: Schedule) -> MemoryPlan:
         ScheduleError: every E2xx of the schedule, or every E301, or E305.
     """
     return allocate(order(expand(schedule)))
+
+
+def check_schedules(schedule: Schedule) -> list[MemoryPlan]:
+    """``check_schedule`` of every version.
+
+    Raises:
+        ScheduleError: everything that is wrong with any version, each thing once; E202 for an input that none reads.
+    """
+    levels = _of_versions(schedule, check_schedule)
+    _all_read(schedule, {name for level in levels for name, _ in level.streams.graph.schedule.inputs})
+    return levels
+
+
+def _of_versions(schedule: Schedule, make: Callable[[Schedule], Level]) -> list[Level]:
+    """What ``make`` makes of every version; what is wrong with several of them is told once."""
+    made: list[Level] = []
+    problems: dict[tuple[str, str], Diagnostic] = {}
+    for version in schedule.versions():
+        try:
+            made.append(make(version))
+        except ScheduleError as error:
+            for found in error.diagnostics:
+                problems.setdefault((found.code, str(found.place)), found)
+    if problems:
+        raise ScheduleError(list(problems.values()))
+    return made
+
+
+def _all_read(schedule: Schedule, read: set[str]) -> None:
+    unread = [name for name, _ in schedule.inputs if name not in read]
+    if unread:
+        place, hint = schedule.tree.key_place(("inputs", unread[0])), "take it out of `inputs`"
+        problem = f"the input '{unread[0]}' is never read"
+        raise ScheduleError([Diagnostic("E202", problem, place, "a variant that reads it", "none", hint)])
 
 
 def compile_schedule(schedule: Schedule) -> Plan:
@@ -101,23 +136,13 @@ def compile_set(schedule: Schedule, progress: Callable[[str], None] = lambda _: 
     Raises:
         ScheduleError: everything that is wrong with any version, each thing once; E202 for an input that none reads.
     """
-    plans: list[Plan] = []
-    problems: dict[tuple[str, str], Diagnostic] = {}
-    for version in schedule.versions():
+
+    def compiled(version: Schedule) -> Plan:
         progress(f"compiling {version_name(version) or schedule.name}")
-        try:
-            plans.append(compile_schedule(version))
-        except ScheduleError as error:
-            for found in error.diagnostics:
-                problems.setdefault((found.code, str(found.place)), found)
-    if problems:
-        raise ScheduleError(list(problems.values()))
-    read = {entry.name for plan in plans for entry in plan.inputs}
-    unread = [name for name, _ in schedule.inputs if name not in read]
-    if unread:
-        place, hint = schedule.tree.key_place(("inputs", unread[0])), "take it out of `inputs`"
-        problem = f"the input '{unread[0]}' is never read"
-        raise ScheduleError([Diagnostic("E202", problem, place, "a variant that reads it", "none", hint)])
+        return compile_schedule(version)
+
+    plans = _of_versions(schedule, compiled)
+    _all_read(schedule, {entry.name for plan in plans for entry in plan.inputs})
     _check_states(schedule, plans)
     return PlanSet(
         schedule.name,

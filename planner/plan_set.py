@@ -27,10 +27,13 @@ from stepgraph.planner.plan import (
     Store,
     Wait,
 )
+from stepgraph.planner.plan import loads as load_one
 from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.plan_file import digest, read_text, refuse, sealed, unsealed
 
 FORMAT = "stepgraph-plan-set"
+HEAD = 64
+"""The format stands in the first so many characters of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +77,7 @@ class PlanSet:
         Raises:
             PlanError: E155 for one that is not there.
         """
-        names = [[rule.name for rule in self.variants] or [""], [entry.name for entry in self.buckets] or [""]]
-        found = []
-        for what, wanted, known in zip(("variant", "bucket"), (variant, bucket), names, strict=True):
-            if wanted and wanted not in known:
-                expected = f"one of {', '.join(known)}" if any(known) else f"no {what}: there is one"
-                problem = f"{self.name} has no {what} '{wanted}'"
-                raise PlanError([Diagnostic("E155", problem, None, expected, f"'{wanted}'", nearest(wanted, known))])
-            found.append(known.index(wanted) if wanted else 0)
-        return found[0] * len(names[1]) + found[1]
+        return choose(self.name, [v.name for v in self.variants], [b.name for b in self.buckets], variant, bucket)
 
     def plan(self, variant: str = "", bucket: str = "") -> Plan:
         """The plan of a version, as ``index`` finds it."""
@@ -111,6 +106,22 @@ class PlanSet:
             return self.may_follow(*variants) or self.may_follow("", variants[1])
 
         return {version(later): tuple(version(p) for p in self.plans if allowed(p, later)) for later in self.plans}
+
+
+def choose(name: str, variants: Sequence[str], buckets: Sequence[str], variant: str, bucket: str) -> int:
+    """Which version is meant, of all variants and buckets, variant by variant; by default the first of each.
+
+    Raises:
+        PlanError: E155 for one that is not there.
+    """
+    found = []
+    for what, wanted, known in (("variant", variant, variants), ("bucket", bucket, buckets)):
+        if wanted and wanted not in known:
+            expected = f"one of {', '.join(known)}" if known else f"no {what}: there is one"
+            problem = f"{name} has no {what} '{wanted}'"
+            raise PlanError([Diagnostic("E155", problem, None, expected, f"'{wanted}'", nearest(wanted, known))])
+        found.append(known.index(wanted) if wanted else 0)
+    return found[0] * max(1, len(buckets)) + found[1]
 
 
 def alone(plan: Plan) -> PlanSet:
@@ -269,5 +280,6 @@ def _check(plans: PlanSet) -> str:
 
 
 def load_plan_set(path: Path, edited: bool = False) -> PlanSet:
-    """``loads`` of a file. Raises PlanError, also E150 where the file can't be read."""
-    return loads(read_text(path), edited)
+    """``loads`` of a file; a plan alone is a set of one. Raises PlanError, also E150 where the file can't be read."""
+    text = read_text(path)
+    return loads(text, edited) if FORMAT in text[:HEAD] else alone(load_one(text, edited))

@@ -9,7 +9,15 @@ from xml.sax.saxutils import escape
 
 import click
 
-from stepgraph.tools.output import console, emit_json, format_option, read_plan_or_schedule, set_option, size
+from stepgraph.tools.output import (
+    console,
+    emit_json,
+    format_option,
+    read_plan_or_schedule,
+    set_option,
+    size,
+    version_options,
+)
 
 if TYPE_CHECKING:
     from stepgraph.planner.plan import Plan
@@ -101,11 +109,14 @@ def drawing(plan: Plan, rank: int) -> str:
 @click.argument("file")
 @click.option("--rank", type=click.IntRange(0), default=0, help="Whose arena.")
 @click.option("--svg", type=click.Path(dir_okay=False), help="Draw offsets against ops into this file.")
+@version_options
 @set_option
 @format_option
-def command(file: str, rank: int, svg: str | None, settings: tuple[str, ...], style: str) -> int:
+def command(
+    file: str, rank: int, svg: str | None, settings: tuple[str, ...], variant: str, bucket: str, style: str
+) -> int:
     """Show where a plan's targets lie in the arena, and from which op to which each is in use."""
-    plan = read_plan_or_schedule(file, settings)
+    plan = read_plan_or_schedule(file, settings, variant=variant, bucket=bucket)
     if rank >= plan.world_size:
         raise click.UsageError(f"the plan has ranks 0 to {plan.world_size - 1}")
     found, program = uses(plan, rank), plan.ranks[rank]
