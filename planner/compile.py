@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,19 +15,13 @@ from stepgraph.planner.dump import dump_level
 from stepgraph.planner.expand import expand
 from stepgraph.planner.lower import lower
 from stepgraph.planner.memory import MemoryPlan, allocate, verify_memory
-from stepgraph.planner.opgraph import verify_opgraph
+from stepgraph.planner.opgraph import OpGraph, verify_opgraph
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.plan_check import check_plan
-from stepgraph.planner.plan_set import (
-    BucketSizes,
-    PlanSet,
-    VariantRule,
-    differing_state,
-    share_memory,
-    state_uses,
-)
+from stepgraph.planner.plan_set import BucketSizes, PlanSet, VariantRule, share_memory
 from stepgraph.planner.schedule import Schedule, version_name
 from stepgraph.planner.streams import order, verify_streams
+from stepgraph.planner.values import Memory
 
 log = logging.getLogger("stepgraph")
 Level = TypeVar("Level")
@@ -74,6 +68,7 @@ def check_schedules(schedule: Schedule) -> list[MemoryPlan]:
     """
     levels = _of_versions(schedule, check_schedule)
     _all_read(schedule, {name for level in levels for name, _ in level.streams.graph.schedule.inputs})
+    _check_states(schedule, [level.streams.graph for level in levels])
     return levels
 
 
@@ -98,6 +93,31 @@ def _all_read(schedule: Schedule, read: set[str]) -> None:
         place, hint = schedule.tree.key_place(("inputs", unread[0])), "take it out of `inputs`"
         problem = f"the input '{unread[0]}' is never read"
         raise ScheduleError([Diagnostic("E202", problem, place, "a variant that reads it", "none", hint)])
+
+
+def _check_states(schedule: Schedule, versions: Sequence[OpGraph]) -> None:
+    """A state is one tensor of all versions: of one shape, read by some and written by some."""
+    seen: dict[str, tuple[Memory, str]] = {}
+    used: dict[str, set[str]] = {"read": set(), "written": set()}
+    for graph in versions:
+        name = version_name(graph.schedule)
+        for memory in (graph.memories[index] for index in graph.states):
+            other, elsewhere = seen.setdefault(memory.state, (memory, name))
+            if other != memory:
+                place = schedule.tree.place(("state", memory.name, "shape"))
+                problem, got = f"the state '{memory.name}' has several shapes", f"others in {elsewhere} and {name}"
+                hint = "give it the largest, and let `keys` count the rows that attention reads"
+                raise ScheduleError([Diagnostic("E204", problem, place, "one shape in all versions", got, hint)])
+        for node in graph.nodes:
+            for what, values in (("read", [value for _, value in node.inputs]), ("written", node.outputs)):
+                touched = (graph.memories[graph.values[value].memory] for value in values)
+                used[what] |= {memory.name for memory in touched if memory.state}
+    for name in schedule.state:
+        for what, names in used.items():
+            if name not in names:
+                place, problem = schedule.tree.key_place(("state", name)), f"the state '{name}' is never {what}"
+                hint = "take it out of `state`" if what == "read" else "it is zero for ever"
+                raise ScheduleError([Diagnostic("E202", problem, place, "", "", hint)])
 
 
 def compile_schedule(schedule: Schedule) -> Plan:
@@ -143,35 +163,10 @@ def compile_set(schedule: Schedule, progress: Callable[[str], None] = lambda _: 
 
     plans = _of_versions(schedule, compiled)
     _all_read(schedule, {entry.name for plan in plans for entry in plan.inputs})
-    _check_states(schedule, plans)
+    _check_states(schedule, [expand(version) for version in schedule.versions()])
     return PlanSet(
         schedule.name,
         tuple(VariantRule(variant.name, variant.after) for variant in schedule.variants),
         tuple(BucketSizes(bucket.name, bucket.sizes) for bucket in schedule.buckets),
         share_memory(plans),
     )
-
-
-def _check_states(schedule: Schedule, plans: list[Plan]) -> None:
-    """A state is one tensor of all versions: of one shape, read by some and written by some.
-
-    Raises:
-        ScheduleError: E204, E202.
-    """
-    differing = differing_state(plans)
-    if differing is not None:
-        name, one, two = differing
-        place = schedule.tree.place(("state", name.partition("[")[0], "shape"))
-        problem, got = (
-            f"the state '{name}' has several shapes",
-            f"others in {version_name(one.source)} and {version_name(two.source)}",
-        )
-        hint = "give it the largest, and let `keys` count the rows that attention reads"
-        raise ScheduleError([Diagnostic("E204", problem, place, "one shape in all versions", got, hint)])
-    uses = [state_uses(plan) for plan in plans]
-    for name in schedule.state:
-        for number, what in enumerate(("read", "written")):
-            if not any(name in used[number] for used in uses):
-                place, problem = schedule.tree.key_place(("state", name)), f"the state '{name}' is never {what}"
-                hint = "take it out of `state`" if what == "read" else "it is zero for ever"
-                raise ScheduleError([Diagnostic("E202", problem, place, "", "", hint)])
