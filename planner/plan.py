@@ -158,7 +158,21 @@ class Op:
     inputs: tuple[Operand, ...]
     outputs: tuple[str, ...]
     options: tuple[tuple[str, str], ...]
-    """The kind's own fields that a stage needs, as ("over", "head")."""
+    """The kind's own fields that a stage needs, as ("over", "head"). `branch` and `chunk` tell several ops of one name
+    and layer apart: the branch of guidance, and which chunk of the heads of how many, as ("chunk", "0/2")."""
+
+    @property
+    def part(self) -> str:
+        """Which of several ops of one name and layer, for people: as `cond chunk 0`."""
+        options = dict(self.options)
+        chunk = f"chunk {options['chunk'].partition('/')[0]}" if "chunk" in options else ""
+        return " ".join(word for word in (options.get("branch", ""), chunk) if word)
+
+    @property
+    def label(self) -> str:
+        """Name, layer and part, as people are told of an op."""
+        layer = "" if self.layer is None else f"[{self.layer}]"
+        return f"{self.name}{layer} {self.part}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)

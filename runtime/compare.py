@@ -84,6 +84,8 @@ class Compared:
     tolerance: float
     rank: int
     """Where the error is largest."""
+    part: str
+    """The branch of guidance, the chunk of heads, where there are several."""
 
     @property
     def differs(self) -> bool:
@@ -91,7 +93,8 @@ class Compared:
 
     @property
     def where(self) -> str:
-        return self.op if self.layer is None else f"{self.op}[{self.layer}]"
+        layer = "" if self.layer is None else f"[{self.layer}]"
+        return f"{self.op}{layer} {self.part}".rstrip()
 
 
 def compare(
@@ -268,4 +271,4 @@ class _Comparison:
             if not math.isnan(worst) and not error <= worst:
                 worst, where = error, rank
         line = self.plan.ops[number].line
-        return [Compared(node.name, node.kind, node.layer, line, value.name, worst, tolerance, where)]
+        return [Compared(node.name, node.kind, node.layer, line, value.name, worst, tolerance, where, node.part)]
