@@ -22,7 +22,8 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 """A tensor's name; a suffix after a dot tells streams of tokens apart (x.img, x.txt)."""
 Size = Annotated[int, Field(ge=1, le=2**40)]
 Dim = Size | Name
-"""A number, or the name of a size: batch, seq or a named length, hidden, heads, kv_heads, head_dim, ffn."""
+"""A number, or the name of a size: batch, seq or a named length, hidden, heads, kv_heads, head_dim, ffn, or one of
+`sizes`."""
 
 
 def _names(value: object) -> object:
@@ -228,7 +229,7 @@ CLOSES = Shorthand("closes", {"const": "all"})
 
 class LayerRun(Model):
     block: Name = Field(description="A name under `blocks`.")
-    repeat: Size = Field(1, description="How many layers of it.")
+    repeat: Size | Name = Field(1, description="How many layers of it: a number, or a name under `sizes`.")
 
 
 def _layer_runs(value: object) -> object:

@@ -256,13 +256,23 @@ def check_sizes(e: Expander) -> None:
         )
     if schedule.axis("cfg") > 2:
         e.error("E204", ("mesh", "cfg"), "there are two branches of guidance", "1 or 2", str(schedule.axis("cfg")))
-    for name, _ in schedule.segments:
-        if name in ("batch", "hidden", "heads", "kv_heads", "head_dim", "ffn"):
+    known = ("batch", "hidden", "heads", "kv_heads", "head_dim", "ffn")
+    own = [((*path, name), name) for path, names in _named(schedule) for name in names]
+    for index, (path, name) in enumerate(own):
+        if name in known or name in [earlier for _, earlier in own[:index]]:
             e.error(
                 "E211",
-                ("shape", "seq", name),
+                path,
                 f"'{name}' is already the name of a size",
                 "another name",
                 f"'{name}'",
                 key=True,
             )
+
+
+def _named(schedule: Schedule) -> list[tuple[tuple[str, ...], list[str]]]:
+    """Where the author names sizes, and the names; a plain `seq` is named by the language."""
+    lengths = [name for name, _ in schedule.segments]
+    plain = not isinstance(schedule.tree.value(("shape", "seq")), dict)
+    at = ("shape",) if plain else ("shape", "seq")
+    return [(at, lengths), (("sizes",), [name for name, _ in schedule.own_sizes])]

@@ -1,0 +1,255 @@
+"""Models of diffusers as plans: the sharded output is that of the model's own forward."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import stepgraph
+
+pytest.importorskip("diffusers")
+
+from stepgraph.planner.compile import compile_schedule
+from stepgraph.planner.diagnostics import StepgraphError
+from stepgraph.planner.schedule import read_schedule
+from stepgraph.runtime.compare import Tap
+from stepgraph.runtime.session import Session
+from stepgraph.runtime.wrap import Wrapped, bind
+
+from support.tiny import FAMILIES, Call, Tiny
+
+ROUNDINGS = 4.0
+"""How many times as far from float64 as the model's own float32 forward a sharded one may be."""
+
+
+def wrapped(tiny: Tiny, model: torch.nn.Module, ranks: int, **more: Any) -> Wrapped:
+    return stepgraph.wrap(
+        model, tiny.schedule, ranks=ranks, device="cpu", overrides=stepgraph.settings_of(model), **more
+    )
+
+
+def doubled(call: Call) -> Call:
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in call.items()
+    }
+
+
+def own(model: torch.nn.Module, call: Call) -> Tensor:
+    with torch.no_grad():
+        (sample,) = model(**call, return_dict=False)
+    assert isinstance(sample, Tensor)
+    return sample
+
+
+def roundings(model: torch.nn.Module, call: Call, got: Tensor) -> float:
+    """The largest distance of ``got`` from the model's forward in float64, over that of its forward in float32."""
+    want = own(copy.deepcopy(model).double(), doubled(call))
+    error = (own(model, call) - want).abs().max()
+    assert 0 < error < 1e-4 * want.abs().max()
+    return float((got - want).abs().max() / error)
+
+
+def outputs_of_every_rank(session: Session, inputs: dict[str, Tensor]) -> list[Tensor]:
+    found: dict[int, Tensor] = {}
+
+    def loop(rank: int) -> Iterator[dict[str, Tensor]]:
+        (found[rank],) = yield inputs
+
+    session.drive(loop)
+    return [found[rank] for rank in sorted(found)]
+
+
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sharded_equals_the_models_own_forward(name: str, ranks: int, uneven: bool) -> None:
+    """CASES 24, 25, 26: text is replicated or sharded as its schedule says, its length counts, lengths are any."""
+    tiny = FAMILIES[name]
+    model, call = tiny.made(), tiny.call(uneven)
+    sharded = wrapped(tiny, model, ranks, seed=ranks)
+    got = sharded(**call).sample
+    assert roundings(model, call, got) <= ROUNDINGS
+    (session,) = sharded.sessions.values()
+    assert session.report.ok, session.report
+    assert (session.report.movements_checked > 0) == (ranks > 1)
+    again = sharded(**call, return_dict=False)
+    assert isinstance(again, tuple)
+    assert torch.equal(again[0], got)
+    sharded.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_rank_and_every_layer_agree(name: str) -> None:
+    """Hidden states after each layer are the module's own, and all ranks give the same bits."""
+    tiny = FAMILIES[name]
+    model, call = tiny.made(), tiny.call(True)
+    seen: list[Tensor] = []
+
+    def note(module: torch.nn.Module, inputs: object, result: object) -> None:
+        seen.append(result[-1] if isinstance(result, tuple) else result)  # type: ignore[arg-type]
+
+    layers = [layer for block in tiny.blocks for layer in getattr(model, block)]
+    hooks = [layer.register_forward_hook(note) for layer in layers]
+    own(model, call)
+    for hook in hooks:
+        hook.remove()
+    sharded = wrapped(tiny, model, 4)
+    prepared = sharded.prepare((), call)
+    plan = sharded.plan_for(prepared.lengths)
+    tap = Tap(bind(model, plan))
+    with Session(plan, device="cpu", stages=tap) as session:
+        outputs = outputs_of_every_rank(session, dict(prepared.inputs))
+        assert session.report.ok
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    for layer, want in enumerate(seen):
+        ops = [
+            number
+            for number, op in enumerate(plan.ops)
+            if op.layer == layer and (0, number) in tap.seen and not op.name.endswith(".txt")
+        ]
+        shares = [tap.seen[rank, ops[-1]].outputs[0] for rank in range(4)]
+        text = sum(share.shape[1] for share in shares) - want.shape[1]
+        image = torch.cat([share[:, _text_rows(text, rank) :] for rank, share in enumerate(shares)], dim=1)
+        assert (image - want).abs().max() < 1e-4 * want.abs().max(), f"layer {layer}"
+
+
+def _text_rows(text: int, rank: int) -> int:
+    """How many of a joint share's rows are text, which comes first: shares differ by one, the larger ones first."""
+    return text // 4 + (rank < text % 4)
+
+
+def test_the_pipelines_view_of_a_wrapped_model() -> None:
+    tiny = FAMILIES["wan"]
+    model = tiny.made()
+    sharded = wrapped(tiny, model, 2)
+    assert sharded.config is model.config
+    assert (sharded.dtype, sharded.device) == (torch.float32, torch.device("cpu"))
+    with sharded.cache_context("cond"):
+        sharded(**tiny.call(False))
+    assert dict(sharded.named_parameters()).keys() == {f"model.{name}" for name, _ in model.named_parameters()}
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = sharded.no_such_thing
+
+
+def test_lengths_of_a_call_open_sessions_of_their_own() -> None:
+    """CASES 12: another timestep is another result of the same session; 25: another text length is another session."""
+    tiny = FAMILIES["wan"]
+    model, call = tiny.made(), tiny.call(True)
+    sharded = wrapped(tiny, model, 2)
+    other: Call = {**call, "timestep": torch.tensor([10, 999])}
+    shorter: Call = {**call, "encoder_hidden_states": call["encoder_hidden_states"][:, :3]}  # type: ignore[index]
+    for given, sessions in ((call, 1), (other, 1), (shorter, 2), (call, 2)):
+        got = sharded(**given).sample
+        torch.testing.assert_close(got, own(model, given), rtol=1e-4, atol=1e-5)
+        assert len(sharded.sessions) == sessions
+    assert not torch.equal(sharded(**call).sample, sharded(**other).sample)
+
+
+# What is refused
+
+
+@contextmanager
+def refused(code: str, *told: str) -> Iterator[None]:
+    with pytest.raises(StepgraphError) as error:
+        yield
+    assert {d.code for d in error.value.diagnostics} == {code}, str(error.value)
+    for part in told:
+        assert part in str(error.value), str(error.value)
+
+
+def test_sizes_that_differ_are_told_all_at_once() -> None:
+    model = FAMILIES["wan"].made()
+    settings = {**stepgraph.settings_of(model), "model.layers": 3, "model.ffn": 41, "model.dtype": "bfloat16"}
+    plan = stepgraph.compile("wan_14b_u4", {**settings, "shape.seq.vid": 8, "shape.seq.txt": 4})
+    with refused("E620", "the number of layers of 'wan'", "3, in the schedule wan-14b-u4", "2, in the module, a Wan"):
+        stepgraph.bind(model, plan)
+    with refused("E620", "model.ffn differs", "41, in the schedule", "40, in the module", "bfloat16", "float32"):
+        stepgraph.bind(model, plan)
+
+
+def test_stages_missing_and_left_over_are_told() -> None:
+    model = FAMILIES["wan"].made()
+    text = stepgraph.compile("wan_14b_u4").source.text
+    text = text.replace("name: to_v, in: h", "name: to_w, in: h")
+    settings = {**stepgraph.settings_of(model), "shape.seq.vid": 8, "shape.seq.txt": 4}
+    schedule = read_schedule(text, "w.yaml", tuple((path, str(value)) for path, value in settings.items()))
+    with refused(
+        "E620",
+        "does not know: wan.to_w, in line",
+        "leaves out: wan.to_v",
+        "did you mean 'wan.to_v'",
+    ):
+        stepgraph.bind(model, compile_schedule(schedule))
+
+
+def test_tensor_parallel_schedules_are_refused() -> None:
+    model = FAMILIES["wan"].made()
+    settings = {**stepgraph.settings_of(model), "shape.seq.vid": 8, "shape.seq.txt": 4}
+    text = stepgraph.compile("wan_14b_u4").source.text.replace("mesh: {", "mesh: {tensor: 2, ")
+    settings["mesh.ulysses"] = 2
+    schedule = read_schedule(text, "t.yaml", tuple((path, str(value)) for path, value in settings.items()))
+    with refused("E620", "cuts them over `tensor`", "tensor: 2"):
+        stepgraph.bind(model, compile_schedule(schedule))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"attention_kwargs": {"scale": 0.5}}, "'attention_kwargs'"),
+        ({"encoder_hidden_states_image": torch.zeros(2, 3, 20)}, "'encoder_hidden_states_image'"),
+        ({"timestep": torch.zeros(2, 45)}, "'timestep'"),
+        ({"timestep": 500}, "a tensor of shape [2]"),
+        ({"hidden_states": torch.zeros(2, 6, 3, 5, 10)}, "multiples of [1, 2, 2]"),
+        ({"hidden_states": torch.zeros(2, 6, 2, 8, 8, requires_grad=True)}, "needs no gradient"),
+    ],
+)
+def test_arguments_that_a_plan_cannot_honour(change: Call, told: str) -> None:
+    tiny = FAMILIES["wan"]
+    sharded = wrapped(tiny, tiny.made(), 2)
+    with refused("E621", told):
+        sharded(**{**tiny.call(False), **change})
+
+
+def test_inputs_of_another_dtype_are_not_cast() -> None:
+    """CASES 14."""
+    tiny = FAMILIES["wan"]
+    sharded = wrapped(tiny, tiny.made(), 2)
+    with refused("E605", "'latents'", "float64"):
+        sharded(**{**tiny.call(False), "hidden_states": torch.zeros(2, 6, 2, 8, 8, dtype=torch.float64)})
+
+
+def test_modules_that_compute_something_else() -> None:
+    class Other:
+        _attention_backend = None
+
+    model = FAMILIES["wan"].made()
+    sharded = wrapped(FAMILIES["wan"], model, 1)
+    model.blocks[1].attn1.processor = Other()  # type: ignore[index, union-attr]
+    with refused("E620", "the attention processor of blocks.1.attn1 is a Other"):
+        sharded(**FAMILIES["wan"].call(False))
+    from diffusers import WanTransformer3DModel
+
+    image = WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, text_dim=8, ffn_dim=8, num_layers=1, image_dim=8,
+        added_kv_proj_dim=24,
+    )  # fmt: skip
+    with refused("E620", "image encoder"):
+        stepgraph.settings_of(image)
+    with refused("E622", "torch.nn.modules.linear.Linear", "WanTransformer3DModel"):
+        stepgraph.wrap(torch.nn.Linear(2, 2), "wan_14b_u4")
+
+
+def test_a_cache_of_diffusers_that_is_enabled_later() -> None:
+    from diffusers import FirstBlockCacheConfig
+
+    model = FAMILIES["wan"].made()
+    sharded = wrapped(FAMILIES["wan"], model, 1)
+    sharded(**FAMILIES["wan"].call(False))
+    sharded.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    with refused("E620", "cache of diffusers"):
+        sharded(**FAMILIES["wan"].call(False))
