@@ -19,6 +19,9 @@ Config = Mapping[str, Any]
 """A model's config, as its JSON file holds it."""
 
 FILES = {
+    "FluxTransformer2DModel": "flux",
+    "LTXVideoTransformer3DModel": "ltx_video",
+    "QwenImageTransformer2DModel": "qwen_image",
     "WanTransformer3DModel": "wan",
 }
 """The file of this folder that knows a class of diffusers."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,6 +62,104 @@ def _wan_call(uneven: bool) -> Call:
     }
 
 
+def _flux(guidance: bool = True) -> Module:
+    from diffusers import FluxTransformer2DModel
+
+    return FluxTransformer2DModel(
+        in_channels=12,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=6,
+        joint_attention_dim=20,
+        pooled_projection_dim=10,
+        guidance_embeds=guidance,
+        axes_dims_rope=(2, 4, 2),
+    )
+
+
+def _flux_call(uneven: bool) -> Call:
+    height, width, text = (3, 7, 5) if uneven else (4, 4, 8)
+    rows = torch.arange(height).repeat_interleave(width)
+    ids = torch.stack([torch.zeros(height * width), rows, torch.arange(width).repeat(height)], dim=1)
+    return {
+        "hidden_states": _normal(1, 2, height * width, 12),
+        "encoder_hidden_states": _normal(2, 2, text, 20),
+        "pooled_projections": _normal(3, 2, 10),
+        "timestep": torch.tensor([0.731, 0.02]),
+        "img_ids": ids,
+        "txt_ids": torch.zeros(text, 3),
+        "guidance": torch.tensor([3.5, 1.0]),
+    }
+
+
+def _schnell_call(uneven: bool) -> Call:
+    return {**_flux_call(uneven), "guidance": None}
+
+
+def _qwen_image() -> Module:
+    from diffusers import QwenImageTransformer2DModel
+
+    return QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=20,
+        axes_dims_rope=(4, 6, 6),
+    )
+
+
+def _qwen_image_call(uneven: bool) -> Call:
+    height, width, text = (3, 7, 5) if uneven else (4, 4, 8)
+    return {
+        "hidden_states": _normal(1, 2, height * width, 16),
+        "encoder_hidden_states": _normal(2, 2, text, 20),
+        "timestep": torch.tensor([0.731, 0.02]),
+        "img_shapes": [[(1, height, width)]] * 2,
+    }
+
+
+def _ltx_video() -> Module:
+    from diffusers import LTXVideoTransformer3DModel
+
+    return LTXVideoTransformer3DModel(
+        in_channels=10,
+        out_channels=10,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        cross_attention_dim=32,
+        num_layers=2,
+        caption_channels=20,
+    )
+
+
+def _ltx_video_call(uneven: bool) -> Call:
+    frames, height, width, text = (3, 3, 5, 7) if uneven else (2, 4, 4, 8)
+    mask = torch.ones(2, text)
+    mask[1, 3:] = 0
+    return {
+        "hidden_states": _normal(1, 2, frames * height * width, 10),
+        "encoder_hidden_states": _normal(2, 2, text, 20),
+        "timestep": torch.tensor([731.0, 20.0]),
+        "encoder_attention_mask": mask,
+        "num_frames": frames,
+        "height": height,
+        "width": width,
+        "rope_interpolation_scale": (8 / 25, 32, 32),
+    }
+
+
 FAMILIES = {
     "wan": Tiny("wan_14b_u4", _wan, _wan_call, ("blocks",)),
+    "flux": Tiny("flux_1024_u4", _flux, _flux_call, ("transformer_blocks", "single_transformer_blocks")),
+    "flux schnell": Tiny(
+        "flux_1024_u4",
+        partial(_flux, guidance=False),
+        _schnell_call,
+        ("transformer_blocks", "single_transformer_blocks"),
+    ),
+    "ltx_video": Tiny("ltx_video_u4", _ltx_video, _ltx_video_call, ("transformer_blocks",)),
+    "qwen_image": Tiny("qwen_image_u4", _qwen_image, _qwen_image_call, ("transformer_blocks",)),
 }
