@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ pytest.importorskip("diffusers")
 
 from stepgraph.planner.compile import compile_schedule
 from stepgraph.planner.diagnostics import StepgraphError
-from stepgraph.planner.schedule import read_schedule
+from stepgraph.planner.schedule import load_schedule, read_schedule, schedule_path
 from stepgraph.runtime.compare import Tap
 from stepgraph.runtime.session import Session
 from stepgraph.runtime.wrap import Wrapped, bind
+from stepgraph.tools import cli
 
 from support.tiny import FAMILIES, Call, Tiny
 
@@ -253,3 +255,44 @@ def test_a_cache_of_diffusers_that_is_enabled_later() -> None:
     sharded.enable_cache(FirstBlockCacheConfig(threshold=0.1))
     with refused("E620", "cache of diffusers"):
         sharded(**FAMILIES["wan"].call(False))
+
+
+# stepgraph init --from
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_schedule_is_drafted_from_a_class_and_from_a_config(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is written has the sizes of the default config, or those of a model, which it then runs."""
+    monkeypatch.chdir(tmp_path)
+    tiny = FAMILIES[name]
+    model, kind = tiny.made(), type(tiny.made()).__name__
+    assert cli.run(["init", "defaults", "--from", f"diffusers.{kind}"]) == 0
+    stated, shipped = load_schedule(Path("defaults.yaml")), load_schedule(schedule_path(tiny.schedule))
+    assert stated.model == shipped.model
+    assert stated.own_sizes == shipped.own_sizes
+    model.save_config(tmp_path)  # type: ignore[operator]
+    assert cli.run(["init", "mine", "--from", "config.json"]) == 0
+    sharded = stepgraph.wrap(model, "mine.yaml", ranks=2, device="cpu", overrides={"model.dtype": "float32"})
+    call = tiny.call(True)
+    torch.testing.assert_close(sharded(**call).sample, own(model, call), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "told"),
+    [
+        ("diffusers.UNet2DModel", 3, "E622: there is no binding for the class diffusers.UNet2DModel"),
+        ("diffusers.WanTransformer3DModl", 3, "did you mean 'WanTransformer3DModel'?"),
+        ("os.WanTransformer3DModel", 3, "E622"),
+        ("missing.json", 2, "E100: missing.json is no config"),
+    ],
+)
+def test_what_no_schedule_can_be_drafted_from(
+    source: str, code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["init", "--from", source]) == code
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
