@@ -152,6 +152,29 @@ def test_lengths_of_a_call_open_sessions_of_their_own() -> None:
     assert not torch.equal(sharded(**call).sample, sharded(**other).sample)
 
 
+class Adapted(torch.nn.Module):
+    """A layer with something added to what it gives, as LoRA does it."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.5 * self.layer(x)
+
+
+def test_layers_that_were_replaced_are_used() -> None:
+    tiny = FAMILIES["wan"]
+    model: Any = tiny.made()
+    before = own(model, tiny.call(True))
+    model.patch_embedding = Adapted(model.patch_embedding)
+    model.blocks[1].attn1.to_v = Adapted(model.blocks[1].attn1.to_v)
+    model.blocks[0].attn2.to_out[0] = Adapted(model.blocks[0].attn2.to_out[0])
+    want = own(model, tiny.call(True))
+    assert (want - before).abs().max() > 0.01
+    torch.testing.assert_close(wrapped(tiny, model, 2)(**tiny.call(True)).sample, want, rtol=1e-4, atol=1e-5)
+
+
 # What is refused
 
 
@@ -244,6 +267,14 @@ def test_modules_that_compute_something_else() -> None:
         stepgraph.settings_of(image)
     with refused("E622", "torch.nn.modules.linear.Linear", "WanTransformer3DModel"):
         stepgraph.wrap(torch.nn.Linear(2, 2), "wan_14b_u4")
+
+
+def test_offloading_hooks() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = FAMILIES["wan"].made()
+    hooks.add_hook_to_module(model.blocks[0], hooks.AlignDevicesHook(execution_device="cpu"))  # type: ignore[index]
+    with refused("E620", "blocks.0 has a hook of accelerate"):
+        stepgraph.wrap(model, "wan_14b_u4")
 
 
 def test_a_cache_of_diffusers_that_is_enabled_later() -> None:

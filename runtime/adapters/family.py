@@ -144,6 +144,8 @@ def _changes(model: Any, family: Family) -> Iterable[str]:
     if getattr(model, "is_cache_enabled", False):
         yield "the module has a cache of diffusers enabled, whose hooks a plan does not run"
     for name, part in model.named_modules():
+        if getattr(part, "_hf_hook", None) is not None:
+            yield f"{name or 'the module'} has a hook of accelerate, which moves weights while it runs (offloading)"
         processor = getattr(part, "processor", None)
         if processor is None:
             continue

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import Conv3d, functional
 
 from stepgraph.runtime.adapters.arithmetic import attend, rotate_pairs, rotation_table
 from stepgraph.runtime.adapters.binding import Binding, Settings, StageFunction
@@ -32,8 +32,13 @@ def _gated(block: Any, x: Tensor, added: Tensor, mod: Tensor, first: int) -> Ten
 
 
 def _embed(model: Any, patches: Tensor) -> Tensor:
+    """The model's convolution, whose windows are the patches: one product of matrices where it is a plain one."""
     conv = model.patch_embedding
-    return functional.linear(patches, conv.weight.flatten(1), conv.bias)
+    if type(conv) is Conv3d:
+        return functional.linear(patches, conv.weight.flatten(1), conv.bias)
+    windows = patches.reshape(-1, config_of(model)["in_channels"], *config_of(model)["patch_size"])
+    result: Tensor = conv(windows)
+    return result
 
 
 def _embed_time(model: Any, timestep: Tensor) -> tuple[Tensor, Tensor]:
