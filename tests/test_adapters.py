@@ -22,7 +22,7 @@ from stepgraph.runtime.session import Session
 from stepgraph.runtime.wrap import Wrapped, bind
 from stepgraph.tools import cli
 
-from support.tiny import FAMILIES, Call, Tiny
+from support.tiny import FAMILIES, Call, Tiny, in_dtype, with_dtype
 
 ROUNDINGS = 4.0
 """How many times as far from float64 as the model's own float32 forward a sharded one may be."""
@@ -83,6 +83,23 @@ def test_sharded_equals_the_models_own_forward(name: str, ranks: int, uneven: bo
     assert isinstance(again, tuple)
     assert torch.equal(again[0], got)
     sharded.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_models_round_as_their_own_forward_does(name: str) -> None:
+    """With the dtypes that a model has when it is read from a hub: on one rank the same bits."""
+    tiny = FAMILIES[name]
+    model, call = in_dtype(tiny.made(), torch.bfloat16), with_dtype(tiny.call(True), torch.bfloat16)
+    want = own(copy.deepcopy(model).double(), doubled(call))
+    mine = own(model, call)
+    assert mine.dtype is torch.bfloat16
+    error = (mine.double() - want).abs().max()
+    for ranks in (1, 4):
+        got = wrapped(tiny, model, ranks)(**call).sample
+        assert got.dtype is torch.bfloat16
+        assert (got.double() - want).abs().max() <= 1.5 * error
+        if ranks == 1:
+            assert torch.equal(got, mine)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -34,6 +34,52 @@ class Tiny:
         return model
 
 
+def in_dtype(model: Module, dtype: torch.dtype) -> Module:
+    """The model in a dtype as ``from_pretrained`` reads it: what its class says stays float32."""
+    kept: list[str] = getattr(model, "_keep_in_fp32_modules", None) or []
+    for name, parameter in model.named_parameters():
+        if not set(kept) & set(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def with_dtype(call: Call, dtype: torch.dtype) -> Call:
+    """A call as pipelines make it for a model in ``dtype``: what is no timestep, guidance or position is in it."""
+    kept = ("timestep", "guidance", "img_ids", "txt_ids")
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and name not in kept else value
+        for name, value in call.items()
+    }
+
+
+def moved_to(call: Call, device: torch.device) -> Call:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in call.items()}
+
+
+def denoised(model: Module, call: Call, steps: int) -> tuple[list[Tensor], Tensor]:
+    """The outputs of every step of a loop of diffusers' flow-match Euler scheduler, and the last latents."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    call, latents = dict(call), call["hidden_states"]
+    assert isinstance(latents, Tensor)
+    timestep = call["timestep"]
+    assert isinstance(timestep, Tensor)
+    divisor = 1.0 if timestep.max() > 1 else 1000.0
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(steps, device=latents.device)
+    seen = []
+    for time in scheduler.timesteps:
+        given = {**call, "hidden_states": latents, "timestep": time.expand(latents.shape[0]) / divisor}
+        with torch.no_grad():
+            (noise,) = model(**given, return_dict=False)
+        seen.append(noise)
+        # Where the model gives fewer channels than it takes, the others are a condition and stay.
+        stays = latents[:, noise.shape[1] :]
+        stepped = scheduler.step(noise, time, latents[:, : noise.shape[1]], return_dict=False)[0]
+        latents = torch.cat([stepped.to(latents.dtype), stays], dim=1)
+    return seen, latents
+
+
 def _normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
