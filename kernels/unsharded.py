@@ -98,7 +98,8 @@ class _Walk:
                 for each in item.suffixes:
                     self.items(item.items, layer, each)
             elif isinstance(item, LayersItem):
-                for block, repeat in item.runs:
+                for block, repeat, first in item.runs:
+                    self.layer = self.layer if first is None else first
                     for _ in range(repeat):
                         self.items(self.schedule.blocks[block], self.layer, "")
                         self.layer += 1

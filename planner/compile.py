@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepgraph.planner.diagnostics import Diagnostic, ScheduleError
 from stepgraph.planner.dump import dump_level
 from stepgraph.planner.expand import expand
 from stepgraph.planner.lower import lower
@@ -17,7 +18,8 @@ from stepgraph.planner.memory import MemoryPlan, allocate, verify_memory
 from stepgraph.planner.opgraph import verify_opgraph
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.plan_check import check_plan
-from stepgraph.planner.schedule import Schedule
+from stepgraph.planner.plan_set import BucketSizes, PlanSet, VariantRule, share_memory
+from stepgraph.planner.schedule import Schedule, version_name
 from stepgraph.planner.streams import order, verify_streams
 
 log = logging.getLogger("stepgraph")
@@ -47,7 +49,8 @@ PASSES = (
 
 
 def check_schedule(schedule: Schedule) -> MemoryPlan:
-    """The levels up to memory, which find everything that is wrong with a schedule; no plan is written out.
+    """The levels up to memory, which find everything that is wrong with one version of a schedule; no plan is written
+    out.
 
     Raises:
         ScheduleError: every E2xx of the schedule, or E305.
@@ -56,13 +59,20 @@ def check_schedule(schedule: Schedule) -> MemoryPlan:
 
 
 def compile_schedule(schedule: Schedule) -> Plan:
-    """The plan of a schedule. ``STEPGRAPH_DUMP=DIR`` writes a numbered file a pass.
+    """The plan of a schedule without variants and buckets. ``STEPGRAPH_DUMP=DIR`` writes a numbered file a pass.
 
     Raises:
-        ScheduleError: every E2xx of the schedule, or E305.
+        ScheduleError: every E2xx of the schedule, E215 where it has versions, or E305.
     """
+    if schedule.variants or schedule.buckets:
+        names = ", ".join(version_name(version) for version in schedule.versions())
+        hint = "choose one with --variant and --bucket, or compile all of them to a plan set"
+        problem = "the schedule has several versions of its step"
+        raise ScheduleError([Diagnostic("E215", problem, None, "one version", names, hint)])
     level: Any = schedule
     folder = os.environ.get("STEPGRAPH_DUMP")
+    if folder and schedule.in_set:
+        folder = str(Path(folder) / version_name(schedule).replace("/", "."))
     for number, step in enumerate(PASSES, 1):
         started = time.perf_counter()
         level = step.run(level)
@@ -76,3 +86,34 @@ def compile_schedule(schedule: Schedule) -> Plan:
             (Path(folder) / f"{number:02}_{step.name}.txt").write_text(dump_level(level))
     assert isinstance(level, Plan)
     return level
+
+
+def compile_set(schedule: Schedule, progress: Callable[[str], None] = lambda _: None) -> PlanSet:
+    """The plans of all versions of a schedule, in one arena and with one page of flags.
+
+    Raises:
+        ScheduleError: everything that is wrong with any version, each thing once; E202 for an input that none reads.
+    """
+    plans: list[Plan] = []
+    problems: dict[tuple[str, str], Diagnostic] = {}
+    for version in schedule.versions():
+        progress(f"compiling {version_name(version) or schedule.name}")
+        try:
+            plans.append(compile_schedule(version))
+        except ScheduleError as error:
+            for found in error.diagnostics:
+                problems.setdefault((found.code, str(found.place)), found)
+    if problems:
+        raise ScheduleError(list(problems.values()))
+    read = {entry.name for plan in plans for entry in plan.inputs}
+    unread = [name for name, _ in schedule.inputs if name not in read]
+    if unread:
+        place, hint = schedule.tree.key_place(("inputs", unread[0])), "take it out of `inputs`"
+        problem = f"the input '{unread[0]}' is never read"
+        raise ScheduleError([Diagnostic("E202", problem, place, "a variant that reads it", "none", hint)])
+    return PlanSet(
+        schedule.name,
+        tuple(VariantRule(variant.name, variant.after) for variant in schedule.variants),
+        tuple(BucketSizes(bucket.name, bucket.sizes) for bucket in schedule.buckets),
+        share_memory(plans),
+    )

@@ -99,10 +99,16 @@ def send(r: Rule, op: ops.Send) -> None:
     names = _names(r, op)
     operands = _operands(r, op, Placement.SEQUENCE, "a replicated operand joins any placement and is not sent")
     for operand in operands or []:
-        if heads_dim(r.value(operand).form) is None:
+        heads = heads_dim(r.value(operand).form)
+        if heads is None:
             r.e.error(
                 "E204", operand.path, "send needs heads", "(batch, seq, heads, head_dim)", r.value(operand).describe()
             )
+            operands = None
+        elif not heads.split and r.e.schedule.axis("tensor") > 1:
+            hint = "write `split: column` on the linear that makes them"
+            problem = "send takes a rank's own heads of the tensor axis"
+            r.e.error("E210", operand.path, problem, "heads that are split", r.value(operand).describe(), hint)
             operands = None
     if not operands:
         return r.give_up(names)

@@ -186,7 +186,17 @@ class Expander:
         self.unread()
         if self.problems:
             raise ScheduleError(sorted(self.problems.values(), key=_position))
-        return OpGraph(self.schedule, tuple(self.nodes), tuple(self.values), tuple(self.memories))
+        return OpGraph(self._as_read(), tuple(self.nodes), tuple(self.values), tuple(self.memories))
+
+    def _as_read(self) -> Schedule:
+        """The schedule without the inputs that this version of the step does not read, which are not loaded."""
+        unread = {name for path, name in set(self.origin.values()) - self.read_origins if path[0] == "inputs"}
+        loads = [node for node in self.nodes if node.action is Action.LOAD and node.name in unread]
+        # Loads stand in front of all that counts nodes.
+        kept_nodes = (node for node in self.nodes if node not in loads)
+        self.nodes = [replace(n, closes=tuple(sent - len(loads) for sent in n.closes)) for n in kept_nodes]
+        kept = tuple((name, spec) for name, spec in self.schedule.inputs if name not in unread)
+        return replace(self.schedule, inputs=kept)
 
     def inputs(self, top: Context) -> None:
         for name, spec in self.schedule.inputs:
@@ -207,7 +217,8 @@ class Expander:
 
     def outputs(self, top: Context) -> None:
         for index, name in enumerate(self.schedule.outputs):
-            path = ("outputs", index) if isinstance(self.tree.value(("outputs",)), list) else ("outputs",)
+            path = self.schedule.outputs_path
+            path = (*path, index) if isinstance(self.tree.value(path), list) else path
             if name not in self.names:
                 self.error(
                     "E212",
@@ -252,6 +263,8 @@ class Expander:
         for path, name in [] if self.problems else dict.fromkeys(self.origin.values()):
             if (path, name) in self.read_origins:
                 continue
+            if path[0] == "inputs" and self.schedule.in_set:
+                continue
             if path[0] == "inputs":
                 self.error("E202", path, f"the input '{name}' is never read", hint="take it out of `inputs`", key=True)
                 continue
@@ -279,7 +292,9 @@ class Expander:
         if context.layer is not None or context.suffix:
             self.error("E207", item.path, "`layers` stands in a block", "the step's own list", "a block", key=True)
             return
-        for index, (block, repeat) in enumerate(item.runs):
+        for index, (block, repeat, first) in enumerate(item.runs):
+            if first is not None:
+                self.layer = first
             if block not in self.schedule.blocks:
                 path = (*item.path, index, "block") if self.tree.has((*item.path, index, "block")) else item.path
                 self.error(

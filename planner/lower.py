@@ -301,7 +301,9 @@ def lower(memory: MemoryPlan) -> Plan:
             outputs.append(Output(node.name, shape, tables.graph.memories[value.memory].dtype))
     return Plan(
         name=schedule.name,
-        source=Source(schedule.tree.file, schedule.tree.text, schedule.tree.overrides),
+        source=Source(
+            schedule.tree.file, schedule.tree.text, schedule.tree.overrides, schedule.variant, schedule.bucket
+        ),
         dtype=schedule.model.dtype,
         mesh=tuple(Axis(name, size) for name, size in schedule.mesh),
         transport=schedule.transport,

@@ -69,6 +69,11 @@ CODES: dict[str, Entry] = {
         "An index or a region lies outside of what it refers to.",
         "Compile the schedule again.",
     ),
+    "E155": Entry(
+        "a version that is not there",
+        "A plan set has a plan for each variant and each bucket of its schedule, and no other.",
+        "Take the nearest name.",
+    ),
     "E201": Entry(
         "read before it exists",
         "No op above makes a tensor of this name, and it is no input. Inside `each`, "
@@ -129,6 +134,16 @@ CODES: dict[str, Entry] = {
         "an output that can't be handed out",
         "Outputs are whole on every rank at the end of the step.",
         "End the step with an all_gather.",
+    ),
+    "E214": Entry(
+        "a variant or size that is not there",
+        "`after` names variants of the same schedule, and a bucket gives values for sizes of `shape`.",
+        "Take the nearest name.",
+    ),
+    "E215": Entry(
+        "several versions where one is wanted",
+        "The schedule has variants or buckets: each is a plan of its own.",
+        "Choose one with --variant and --bucket, or compile all of them to a plan set.",
     ),
     "E301": Entry(
         "race on a target",
@@ -281,6 +296,12 @@ CODES: dict[str, Entry] = {
         "The file is no interleaving, or one of another plan, or the run can't take its turns: a rank waits, or its "
         "loop has ended.",
         "Write it again with `stepgraph verify PLAN --counterexample FILE`; give the run enough --steps.",
+    ),
+    "E614": Entry(
+        "a variant out of turn",
+        "A variant comes only after those that its `after` names; the first variant begins a request, and may come "
+        "at any time.",
+        "Run the first variant, or one that the variant may follow, before it.",
     ),
     "E612": Entry(
         "a rank that died",

@@ -230,6 +230,9 @@ CLOSES = Shorthand("closes", {"const": "all"})
 class LayerRun(Model):
     block: Name = Field(description="A name under `blocks`.")
     repeat: Size | Name = Field(1, description="How many layers of it: a number, or a name under `sizes`.")
+    first: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Which layer of the model the first one is; by default the one after those before it."
+    )
 
 
 def _layer_runs(value: object) -> object:

@@ -14,20 +14,17 @@ Time. Every replay of a rank runs after its previous replay. Ranks are ordered o
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 
-from stepgraph.planner.diagnostics import Diagnostic, PlanError
+from stepgraph.planner.plan_file import digest, read_text, refuse, sealed, unsealed
 
 FORMAT = "stepgraph-plan"
-VERSION = 1
 FLAG_BYTES = 8
 ALIGNMENT = 256
 """Bytes; every target's offset is a multiple of it."""
@@ -364,6 +361,10 @@ class Source:
     """Its name without folders."""
     text: str
     overrides: tuple[tuple[str, str], ...]
+    variant: str
+    """Which version of the step it is; empty where the schedule has no variants."""
+    bucket: str
+    """Which sizes it is for; empty where the schedule has no buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,27 +410,14 @@ def _adapter() -> TypeAdapter[Plan]:
     return TypeAdapter(Plan)
 
 
-def _digest(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()
-
-
 def dumps(plan: Plan) -> str:
     """The canonical text of a plan: one line of JSON, keys in declaration order, with its SHA-256 in front."""
-    body = _adapter().dump_json(plan)
-    head = f'{{"format":"{FORMAT}","version":{VERSION},"sha256":"{_digest(body)}","plan":'
-    return head + body.decode() + "}\n"
+    return sealed(FORMAT, "plan", _adapter().dump_json(plan))
 
 
 def plan_hash(plan: Plan) -> str:
     """SHA-256, in hex, over everything that the plan says."""
-    return _digest(_adapter().dump_json(plan))
-
-
-def _refuse(code: str, message: str, expected: str, got: str, hint: str) -> PlanError:
-    return PlanError([Diagnostic(code, message, None, expected, got, hint)])
-
-
-RECOMPILE = "compile the schedule again with 'stepgraph compile'"
+    return digest(_adapter().dump_json(plan))
 
 
 def loads(text: str, edited: bool = False) -> Plan:
@@ -441,54 +429,13 @@ def loads(text: str, edited: bool = False) -> Plan:
     """
     from stepgraph.planner.plan_check import check_plan
 
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _refuse("E150", "the file is not a plan", "JSON", str(error)[:120], RECOMPILE) from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise _refuse("E150", "the file is not a plan", f'"format": "{FORMAT}"', "another document", RECOMPILE)
-    if document.get("version") != VERSION:
-        version = str(document.get("version"))[:40]
-        raise _refuse("E151", "the plan is of another version", str(VERSION), version, RECOMPILE)
-    try:
-        plan = _adapter().validate_json(json.dumps(document.get("plan")))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise _refuse(
-            "E153",
-            f"the plan does not follow its schema at '{where}'",
-            first["msg"],
-            repr(first["input"])[:80],
-            RECOMPILE,
-        ) from None
-    actual = plan_hash(plan)
-    if document.get("sha256") != actual and not edited:
-        stated = str(document.get("sha256"))[:64]
-        raise _refuse(
-            "E152",
-            "the plan is not what was hashed",
-            stated,
-            actual,
-            f"`stepgraph verify --edited` proves a plan that was edited by hand; else {RECOMPILE}",
-        )
+    plan = unsealed(text, FORMAT, "plan", _adapter(), edited)
     problem = check_plan(plan)
     if problem is not None:
-        raise _refuse("E154", f"the plan refers to what is not there: {problem}", "valid references", "this", RECOMPILE)
+        raise refuse("E154", f"the plan refers to what is not there: {problem}", "valid references", "this")
     return plan
-
-
-MAX_PLAN_BYTES = 1 << 30
 
 
 def load_plan(path: Path, edited: bool = False) -> Plan:
     """``loads`` of a file. Raises PlanError, also E150 where the file can't be read."""
-    try:
-        if path.stat().st_size > MAX_PLAN_BYTES:
-            raise _refuse("E150", f"{path} is too large", f"at most {MAX_PLAN_BYTES} bytes", "more", RECOMPILE)
-        return loads(path.read_text(encoding="utf-8"), edited)
-    except OSError as error:
-        reason = error.strerror or "an error"
-        raise _refuse("E150", f"{path} can't be read", "a plan file", reason, RECOMPILE) from None
-    except UnicodeDecodeError:
-        raise _refuse("E150", f"{path} is not a plan", "text", "other bytes", RECOMPILE) from None
+    return loads(read_text(path), edited)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,7 +25,7 @@ from stepgraph.planner.ops import (
     Via,
     as_tuple,
 )
-from stepgraph.planner.plan import DType
+from stepgraph.planner.plan import DType, Source
 from stepgraph.planner.schema_errors import schema_diagnostics
 from stepgraph.planner.source import Overrides, SourceTree, TreePath, read, read_file
 
@@ -123,6 +123,18 @@ class Defaults(Model):
     guide: ExchangeDefaults = ExchangeDefaults()
 
 
+class VariantSpec(Model):
+    """A version of the step."""
+
+    step: Entries = Field(description="The ops of the variant's step.")
+    after: Names | None = Field(
+        None, description="The variants that it may follow; by default any. The first variant of the file begins."
+    )
+    outputs: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] | None = Field(
+        None, description="What the caller gets, or []; by default the schedule's `outputs`."
+    )
+
+
 class Document(Model):
     """A schedule file."""
 
@@ -146,7 +158,13 @@ class Document(Model):
     )
     defaults: Defaults = Field(default=Defaults(), description="Fields that a kind has by default.")
     blocks: dict[Name, Entries] = Field(default={}, description="Named lists of ops.")
-    step: Entries = Field(description="The ops of one denoising step.")
+    step: Entries | None = Field(None, description="The ops of one denoising step.")
+    variants: Annotated[dict[Name, VariantSpec], Field(min_length=1)] | None = Field(
+        None, description="Named versions of the step, instead of `step`: each becomes a plan and a graph of its own."
+    )
+    buckets: Annotated[dict[Name, Annotated[dict[Name, Size], Field(min_length=1)]], Field(min_length=1)] | None = (
+        Field(None, description="Named values for sizes of `shape`: each becomes a plan and a graph of its own.")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +184,29 @@ class EachItem:
 
 @dataclass(frozen=True, slots=True)
 class LayersItem:
-    runs: tuple[tuple[str, int], ...]
-    """(block, how many layers of it), in order."""
+    runs: tuple[tuple[str, int, int | None], ...]
+    """(block, how many layers of it, which layer the first one is), in order."""
     path: TreePath
 
 
 Item = OpItem | EachItem | LayersItem
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    name: str
+    after: tuple[str, ...]
+    """The variants that it may follow."""
+    outputs: tuple[str, ...]
+    outputs_path: TreePath
+    step: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    name: str
+    sizes: tuple[tuple[str, int], ...]
+    """Those that differ from the schedule's `shape`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +221,49 @@ class Schedule:
     """Named sequence lengths; a plain `seq` is one segment named seq."""
     inputs: tuple[tuple[str, InputSpec], ...]
     outputs: tuple[str, ...]
+    outputs_path: TreePath
     streams: tuple[str, ...]
     handshake: Handshake
     transport: Literal["auto", "symmetric", "ipc", "nccl"]
     blocks: Mapping[str, tuple[Item, ...]]
     step: tuple[Item, ...]
+    """Of the first variant, where there are variants."""
     tree: SourceTree
+    variants: tuple[Variant, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    variant: str = ""
+    bucket: str = ""
+    """Which version of several this one is."""
+
+    @property
+    def in_set(self) -> bool:
+        """Whether this is one version of several that run one after another, in one arena: what it leaves is closed,
+        and an input that it does not read may be another's."""
+        return bool(self.variant or self.bucket)
+
+    def versions(self) -> tuple[Schedule, ...]:
+        """Every version of the step, variant by variant, in the order of the file; the schedule itself where it has
+        neither variants nor buckets."""
+        if not self.variants and not self.buckets:
+            return (self,)
+        found = []
+        for variant in self.variants or (None,):
+            for bucket in self.buckets or (None,):
+                sizes = dict(bucket.sizes) if bucket else {}
+                version = replace(
+                    self,
+                    batch=sizes.get("batch", self.batch),
+                    segments=tuple((name, sizes.get(name, length)) for name, length in self.segments),
+                    outputs=variant.outputs if variant else self.outputs,
+                    outputs_path=variant.outputs_path if variant else self.outputs_path,
+                    step=variant.step if variant else self.step,
+                    variants=(),
+                    buckets=(),
+                    variant=variant.name if variant else "",
+                    bucket=bucket.name if bucket else "",
+                )
+                found.append(version)
+        return tuple(found)
 
     def axis(self, name: str) -> int:
         """Size of a mesh axis; 1 for one that the mesh lacks."""
@@ -211,6 +283,11 @@ class Schedule:
             **dict(self.segments),
             **dict(self.own_sizes),
         }
+
+
+def version_name(version: Schedule | Source) -> str:
+    """variant/bucket, or the one of the two that there is; empty where the schedule has one version."""
+    return "/".join(name for name in (version.variant, version.bucket) if name)
 
 
 class _Itemizer:
@@ -256,10 +333,10 @@ class _Itemizer:
         }
         return OpItem(kind, fields.model_copy(update=missing) if missing else fields, (*path, kind))
 
-    def _runs(self, fields: str | tuple[LayerRun, ...], path: TreePath) -> tuple[tuple[str, int], ...]:
+    def _runs(self, fields: str | tuple[LayerRun, ...], path: TreePath) -> tuple[tuple[str, int, int | None], ...]:
         if isinstance(fields, str):
-            return ((fields, self.document.model.layers),)
-        runs: list[tuple[str, int]] = []
+            return ((fields, self.document.model.layers, None),)
+        runs: list[tuple[str, int, int | None]] = []
         for index, run in enumerate(fields):
             repeat = self.document.sizes.get(run.repeat) if isinstance(run.repeat, str) else run.repeat
             if repeat is None:
@@ -268,7 +345,7 @@ class _Itemizer:
                 hint = nearest(str(run.repeat), known) or f"known: {', '.join(known) or 'none'}"
                 message = f"no size is called '{run.repeat}'"
                 self.problems.append(Diagnostic("E211", message, place, "a name under `sizes`", "", hint))
-            runs.append((run.block, repeat or 1))
+            runs.append((run.block, repeat or 1, run.first))
         return tuple(runs)
 
 
@@ -284,9 +361,11 @@ def parse(tree: SourceTree) -> Schedule:
         raise ScheduleError(schema_diagnostics(error, tree)) from None
     itemizer = _Itemizer(document, tree)
     blocks = {name: itemizer.items(entries, ("blocks", name)) for name, entries in document.blocks.items()}
-    step = itemizer.items(document.step, ("step",))
-    if itemizer.problems:
-        raise ScheduleError(itemizer.problems)
+    variants = _variants(document, itemizer)
+    step = variants[0].step if variants else itemizer.items(document.step or (), ("step",))
+    problems = [*itemizer.problems, *_set_problems(document, tree)]
+    if problems:
+        raise ScheduleError(problems)
     seq = document.shape.seq
     return Schedule(
         name=document.name,
@@ -296,14 +375,63 @@ def parse(tree: SourceTree) -> Schedule:
         batch=document.shape.batch,
         segments=tuple(seq.items()) if isinstance(seq, dict) else (("seq", seq),),
         inputs=tuple(document.inputs.items()),
-        outputs=document.outputs,
+        outputs=variants[0].outputs if variants else document.outputs,
+        outputs_path=variants[0].outputs_path if variants else ("outputs",),
         streams=tuple(document.streams),
         handshake=document.defaults.handshake,
         transport=document.defaults.transport,
         blocks=blocks,
         step=step,
         tree=tree,
+        variants=variants,
+        buckets=tuple(Bucket(name, tuple(sizes.items())) for name, sizes in (document.buckets or {}).items()),
     )
+
+
+def _variants(document: Document, itemizer: _Itemizer) -> tuple[Variant, ...]:
+    specs = document.variants or {}
+    return tuple(
+        Variant(
+            name,
+            tuple(specs) if spec.after is None else spec.after,
+            document.outputs if spec.outputs is None else spec.outputs,
+            ("outputs",) if spec.outputs is None else ("variants", name, "outputs"),
+            itemizer.items(spec.step, ("variants", name, "step")),
+        )
+        for name, spec in specs.items()
+    )
+
+
+def _set_problems(document: Document, tree: SourceTree) -> list[Diagnostic]:
+    """What is wrong with `step`, `variants` and `buckets` taken together."""
+    found: list[Diagnostic] = []
+    if (document.step is None) == (document.variants is None):
+        both = document.step is not None
+        place = tree.key_place(("variants",)) if both else tree.place(())
+        what = "both" if both else "neither"
+        hint = "move the step into a variant" if both else "write the ops of a denoising step under `step`"
+        found.append(Diagnostic("E104", "a schedule has a step, or variants", place, "one of them", what, hint))
+    names = list(document.variants or {})
+    for name, spec in (document.variants or {}).items():
+        for index, other in enumerate(spec.after or ()):
+            if other not in names:
+                path: TreePath = ("variants", name, "after")
+                path = (*path, index) if tree.has((*path, index)) else path
+                expected = f"one of {', '.join(names)}"
+                problem = f"no variant is called '{other}'"
+                found.append(
+                    Diagnostic("E214", problem, tree.place(path), expected, f"'{other}'", nearest(other, names))
+                )
+    seq = document.shape.seq
+    sizes = ["batch", *(seq if isinstance(seq, dict) else ["seq"])]
+    for name, values in (document.buckets or {}).items():
+        for size in values:
+            if size not in sizes:
+                place = tree.key_place(("buckets", name, size))
+                expected = f"one of {', '.join(sizes)}"
+                problem = f"no size of `shape` is called '{size}'"
+                found.append(Diagnostic("E214", problem, place, expected, f"'{size}'", nearest(size, sizes)))
+    return found
 
 
 def load_schedule(path: Path, overrides: Overrides = ()) -> Schedule:

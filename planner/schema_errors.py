@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stepgraph.planner.diagnostics import Diagnostic, nearest
-from stepgraph.planner.ops import OP_KINDS, Entry, Model
+from stepgraph.planner.ops import OP_KINDS, Entry, LayerRun, Model
 from stepgraph.planner.source import SourceTree
 
 Path = tuple[str | int, ...]
@@ -101,7 +101,9 @@ def _known_keys(path: Path) -> list[str]:
             return list(type(kind_defaults).model_fields)
         if kind in OP_KINDS:
             return [info.alias or name for name, info in OP_KINDS[kind].model_fields.items()]
-    return ["block", "repeat"]
+        if len(parents) == 2 and parents[0] == "variants":
+            return list(levels.VariantSpec.model_fields)
+    return list(LayerRun.model_fields)
 
 
 def schema_diagnostics(error: ValidationError, tree: SourceTree) -> list[Diagnostic]:

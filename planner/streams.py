@@ -199,10 +199,21 @@ def _closing(graph: OpGraph, lifetimes: dict[int, Lifetime]) -> list[str]:
     return short
 
 
+def _closing_set(graph: OpGraph) -> list[str]:
+    """The axes whose closing handshakes, one after another, let every rank know that all ranks are through with a
+    version of a step before anything of the next one begins, whichever that is. A flag of an axis without another
+    exchange needs two in turn. A version without exchanges has no targets and closes nothing."""
+    if not graph.schedule.in_set or not any(node.action.is_exchange for node in graph.nodes):
+        return []
+    used = {node.axis for node in graph.nodes if node.action.is_exchange}
+    return [axis for axis, size in graph.schedule.mesh if size > 1 for _ in range(1 if axis in used else 2)]
+
+
 def order(graph: OpGraph) -> StreamPlan:
     """Put every node on its stream and find the events."""
     names = graph.schedule.streams
-    closed: list[str] = []
+    closed = _closing_set(graph)
+    graph = _closed(graph, closed)
     while True:
         stream = [names.index(node.stream) for node in graph.nodes]
         needs = _dependencies(graph, stream)
@@ -215,19 +226,29 @@ def order(graph: OpGraph) -> StreamPlan:
         if not short:
             return StreamPlan(graph, tuple(stream), tuple(waits), joins, before, tuple(clocks), lifetimes)
         closed += short
-        graph = replace(graph, nodes=(*graph.nodes, *(_closing_handshake(graph, axis) for axis in short)))
+        graph = _closed(graph, short)
 
 
 def _last_nodes(stream: list[int]) -> set[int]:
     return set({number: index for index, number in enumerate(stream)}.values())
 
 
-def _closing_handshake(graph: OpGraph, axis: str) -> Node:
-    last = next(node for node in reversed(graph.nodes) if node.action.is_exchange and node.axis == axis)
+def _closed(graph: OpGraph, axes: list[str]) -> OpGraph:
+    """The graph with a closing handshake for each axis behind everything else."""
+    nodes = list(graph.nodes)
+    for axis in axes:
+        before = sum(node.kind == "closing" and node.axis == axis for node in nodes)
+        nodes.append(_closing_handshake(graph, axis, f"_{before + 1}" if before else ""))
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _closing_handshake(graph: OpGraph, axis: str, suffix: str) -> Node:
+    exchanges = [node for node in reversed(graph.nodes) if node.action.is_exchange]
+    last = next((node for node in exchanges if node.axis == axis), exchanges[0])
     return Node(
         Action.HANDSHAKE,
         "closing",
-        f"step.closing_{axis}",
+        f"step.closing_{axis}{suffix}",
         None,
         last.path,
         last.stream,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,16 +80,25 @@ class Report:
             self.faults.append(Fault(kind, message))
 
 
-class RankMemory:
-    """What one rank owns. Targets are views of one arena, so that overlapping offsets really meet."""
+class RankBlock:
+    """What all plans of a set share on one rank: the arena, in elements of ``unit`` bytes, and the page of flags."""
 
-    def __init__(self, plan: Plan, rank: int, chains: int) -> None:
-        self.plan, self.rank = plan, rank
+    def __init__(self, plans: Sequence[Plan], rank: int, chains: int) -> None:
+        targets = [buffer for plan in plans for buffer in plan.ranks[rank].buffers[: len(plan.targets)]]
+        self.unit = min((buffer.dtype.itemsize for buffer in targets), default=1)
+        self.arena = torch.full((plans[0].arena_bytes,), POISON, dtype=torch.uint8)
+        self.flags = [0] * plans[0].flag_slots
+        self.shadow = Shadow.of((plans[0].arena_bytes // self.unit,), chains)
+
+
+class RankMemory:
+    """What one rank owns under one plan. Targets are views of one arena, so that overlapping offsets really meet."""
+
+    def __init__(self, plan: Plan, rank: int, chains: int, block: RankBlock, base: int) -> None:
+        """``base`` tells buffers of this plan from those of others in the same arena."""
+        self.plan, self.rank, self.base = plan, rank, base
         self.program = plan.ranks[rank]
-        self.arena = torch.full((plan.arena_bytes,), POISON, dtype=torch.uint8)
-        self.flags = [0] * plan.flag_slots
-        self.unit = min((b.dtype.itemsize for b in self.program.buffers[: len(plan.targets)]), default=1)
-        arena_shadow = Shadow.of((plan.arena_bytes // self.unit,), chains)
+        self.arena, self.flags, self.unit = block.arena, block.flags, block.unit
         self.tensors: dict[int, Tensor] = {}
         self.shadows: list[Shadow] = []
         self.dropped: set[int] = set()
@@ -99,7 +109,7 @@ class RankMemory:
                 raw = self.arena[offset : offset + buffer.nbytes]
                 self.tensors[index] = raw.view(torch_dtype(buffer.dtype)).view(shape)
                 wide = buffer.dtype.itemsize // self.unit
-                self.shadows.append(arena_shadow.part(offset // self.unit, (*shape[:2], shape[2] * wide)))
+                self.shadows.append(block.shadow.part(offset // self.unit, (*shape[:2], shape[2] * wide)))
             else:
                 self.shadows.append(Shadow.of(shape, chains))
 

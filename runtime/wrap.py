@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from stepgraph.planner.compile import compile_schedule
 from stepgraph.planner.plan import Plan
+from stepgraph.planner.plan_set import PlanSet
 from stepgraph.planner.schedule import load_schedule, schedule_path
 from stepgraph.runtime.adapters.binding import Binding, BoundStages, Settings
 from stepgraph.runtime.adapters.family import (
@@ -25,14 +26,15 @@ from stepgraph.runtime.adapters.family import (
 from stepgraph.runtime.session import CapturedStep, DeviceName, Session
 
 
-def bind(model: Module, plan: Plan, binding: Binding | None = None) -> BoundStages:
-    """The stages of a plan, computed by a module with its own weights: hand it to ``Session`` as ``stages``. Without a
-    ``binding`` the module is of a class of diffusers that stepgraph knows.
+def bind(model: Module, plan: Plan | PlanSet, binding: Binding | None = None) -> BoundStages:
+    """The stages of a plan, or of all plans of a set, computed by a module with its own weights: hand it to ``Session``
+    as ``stages``. Without a ``binding`` the module is of a class of diffusers that stepgraph knows.
 
     Raises:
         BindingError: E620 with every mismatch between the schedule and the module; E622 for a class without a binding.
     """
-    return BoundStages(binding or family_of_model(model).binding, model, plan)
+    plans = plan.plans if isinstance(plan, PlanSet) else (plan,)
+    return BoundStages(binding or family_of_model(model).binding, model, plans)
 
 
 @dataclass(frozen=True, slots=True)

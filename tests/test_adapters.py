@@ -14,7 +14,7 @@ import stepgraph
 
 pytest.importorskip("diffusers")
 
-from stepgraph.planner.compile import compile_schedule
+from stepgraph.planner.compile import compile_schedule, compile_set
 from stepgraph.planner.diagnostics import StepgraphError
 from stepgraph.planner.schedule import load_schedule, read_schedule, schedule_path
 from stepgraph.runtime.compare import Tap
@@ -155,6 +155,28 @@ def test_the_pipelines_view_of_a_wrapped_model() -> None:
         _ = sharded.no_such_thing
 
 
+def test_variants_of_a_step_are_bound_to_the_layers_that_they_run() -> None:
+    """A variant that begins with the second layer is the model without its first one."""
+    tiny = FAMILIES["wan"]
+    model, call = tiny.made(), tiny.call(True)
+    head, step = stepgraph.compile(tiny.schedule).source.text.split("\nstep:\n")
+    step = step.replace("  - ", "      - ")
+    short = step.replace("layers: wan", "layers: [{block: wan, first: 1}]")
+    text = f"{head}\nvariants:\n  full:\n    step:\n{step}  short:\n    step:\n{short}"
+    prepared = wrapped(tiny, model, 2).prepare((), call)
+    settings = {**stepgraph.settings_of(model), **{f"shape.{name}": size for name, size in prepared.lengths.items()}}
+    settings["mesh.ulysses"] = 2
+    plans = compile_set(read_schedule(text, "v.yaml", tuple((path, str(value)) for path, value in settings.items())))
+    with torch.no_grad(), Session(plans, device="cpu", stages=bind(model, plans)) as session:
+        found = {name: session.capture(variant=name)(**prepared.inputs) for name in ("full", "short")}
+        assert session.report.ok
+    family = wrapped(tiny, model, 2).family
+    for name, layers in (("full", model.blocks), ("short", model.blocks[1:])):  # type: ignore[index]
+        model.blocks = layers
+        got = family.output(model, prepared.arguments, found[name])
+        torch.testing.assert_close(got, own(model, call), rtol=1e-4, atol=1e-5)
+
+
 def test_lengths_of_a_call_open_sessions_of_their_own() -> None:
     """CASES 12: another timestep is another result of the same session; 25: another text length is another session."""
     tiny = FAMILIES["wan"]
@@ -226,16 +248,6 @@ def test_stages_missing_and_left_over_are_told() -> None:
         "leaves out: wan.to_v",
         "did you mean 'wan.to_v'",
     ):
-        stepgraph.bind(model, compile_schedule(schedule))
-
-
-def test_tensor_parallel_schedules_are_refused() -> None:
-    model = FAMILIES["wan"].made()
-    settings = {**stepgraph.settings_of(model), "shape.seq.vid": 8, "shape.seq.txt": 4}
-    text = stepgraph.compile("wan_14b_u4").source.text.replace("mesh: {", "mesh: {tensor: 2, ")
-    settings["mesh.ulysses"] = 2
-    schedule = read_schedule(text, "t.yaml", tuple((path, str(value)) for path, value in settings.items()))
-    with refused("E620", "cuts them over `tensor`", "tensor: 2"):
         stepgraph.bind(model, compile_schedule(schedule))
 
 

@@ -9,8 +9,7 @@ import torch
 
 import stepgraph
 from stepgraph.planner.diagnostics import StepgraphError
-from stepgraph.runtime.adapters.binding import BoundStages
-from stepgraph.runtime.session import random_inputs
+from stepgraph.runtime.inputs import random_inputs
 
 PAGE = (Path(__file__).parents[1] / "docs" / "bindings.md").read_text()
 
@@ -71,6 +70,13 @@ def test_mismatches_are_told_with_their_place(page: dict[str, Any], settings: di
     assert len(error.value.diagnostics) == 1
 
 
+def test_tensor_parallel_schedules_are_refused(page: dict[str, Any]) -> None:
+    plan = stepgraph.compile("minimax_h3_tp2_u2", {"model.layers": 2})
+    with pytest.raises(StepgraphError, match="E620") as error:
+        stepgraph.bind(page["model"], plan, page["BINDING"])
+    assert "has whole weights, and the schedule cuts them over `tensor`" in str(error.value)
+
+
 def test_a_stage_that_makes_something_else_is_told(page: dict[str, Any]) -> None:
     plan = stepgraph.compile("quickstart", {"shape.seq": 13})
     binding = page["BINDING"]
@@ -79,7 +85,8 @@ def test_a_stage_that_makes_something_else_is_told(page: dict[str, Any]) -> None
         ("self_attention.qkv", lambda layer, h: layer.qkv(h)[..., :-1], "E610: .* gives what its op does not make"),
     ):
         stages = {**binding.stages, name: wrong}
-        bound = BoundStages(stepgraph.Binding(binding.name, binding.blocks, stages, binding.sizes), page["model"], plan)
+        changed = stepgraph.Binding(binding.name, binding.blocks, stages, binding.sizes)
+        bound = stepgraph.bind(page["model"], plan, changed)
         with (
             stepgraph.Session(plan, device="cpu", stages=bound) as session,
             pytest.raises(StepgraphError, match="E610") as error,

@@ -28,12 +28,10 @@ def plan_of(name: str, variant: str) -> Plan:
 
 
 def agree(plan: Plan, count: int, seed: int) -> Counter[str]:
-    outcomes: Counter[str] = Counter()
-    for mutant in mutants(plan, count, seed):
-        verdict = judge(mutant)
-        assert verdict.outcome in ("killed", "safe"), (verdict.outcome, mutant.what, verdict.codes, verdict.seen)
-        outcomes[verdict.outcome] += 1
-    return outcomes
+    verdicts = [judge(mutant) for mutant in mutants(plan, count, seed)]
+    wrong = [(v.outcome, v.mutant.what, v.codes, v.seen) for v in verdicts if v.outcome not in ("killed", "safe")]
+    assert not wrong, "\n".join(map(str, wrong))
+    return Counter(verdict.outcome for verdict in verdicts)
 
 
 @pytest.mark.parametrize("variant", ["two layers, kernel", "copies"])
@@ -49,6 +47,7 @@ def test_verifier_and_runs_agree(name: str, variant: str) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_verifier_and_runs_agree_on_many(name: str, variant: str) -> None:
     outcomes = agree(plan_of(name, variant), 160, seed=2)
+    print(f"\n{name}, {variant}: {dict(outcomes)}")
     assert outcomes["killed"] > 60
 
 

@@ -1,7 +1,7 @@
 """Memory in cells: the coarsest pieces of every buffer such that each access touches whole ones.
 
 Regions of one buffer are rectangles; two regions meet where they share a cell. Targets may share bytes of the arena,
-under different pitches: cells of different targets that do are listed, byte by byte.
+under different pitches, also those of different plans: cells of different targets that do are listed, byte by byte.
 """
 
 from __future__ import annotations
@@ -18,33 +18,38 @@ from stepgraph.planner.plan import Plan, Region
 
 Place = tuple[int, int, Region]
 """(owner, buffer, region)."""
+_Home = tuple[int, int, int]
+"""(plan, owner, buffer)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    of: Mapping[Place, tuple[int, ...]]
-    """The cells of every region that was asked for."""
+    of: Sequence[Mapping[Place, tuple[int, ...]]]
+    """By plan: the cells of every region that was asked for."""
     overlaps: Mapping[int, tuple[int, ...]]
     """For a cell, the cells of other targets that share bytes with it; none where it is not named."""
 
 
-def cells_of(plan: Plan, places: Iterable[Place]) -> Cells:
-    """The cells for a set of regions."""
-    regions: dict[tuple[int, int], list[Region]] = defaultdict(list)
-    for owner, buffer, region in places:
-        if region.rows and region.cols:
-            regions[owner, buffer].append(region)
-    of: dict[Place, tuple[int, ...]] = {}
-    owner_of: list[tuple[int, int]] = []
+def cells_of(plans: Sequence[Plan], places: Sequence[Iterable[Place]]) -> Cells:
+    """The cells for a set of regions of each plan. A plan's local buffers are its own; the arena is of all."""
+    of: list[dict[Place, tuple[int, ...]]] = []
+    homes: list[_Home] = []
     pieces: list[list[Region]] = []
     split = cache(_split)
-    for (owner, buffer), found in regions.items():
-        parts, touched = split(tuple(found))
-        for region, numbers in zip(found, touched, strict=True):
-            of[owner, buffer, region] = tuple(len(owner_of) + number for number in numbers)
-        pieces += parts
-        owner_of += [(owner, buffer)] * len(parts)
-    return Cells(of, _overlaps(plan, owner_of, pieces))
+    for number, asked in enumerate(places):
+        regions: dict[tuple[int, int], list[Region]] = defaultdict(list)
+        for owner, buffer, region in asked:
+            if region.rows and region.cols:
+                regions[owner, buffer].append(region)
+        cells: dict[Place, tuple[int, ...]] = {}
+        for (owner, buffer), found in regions.items():
+            parts, touched = split(tuple(found))
+            for region, members in zip(found, touched, strict=True):
+                cells[owner, buffer, region] = tuple(len(homes) + member for member in members)
+            pieces += parts
+            homes += [(number, owner, buffer)] * len(parts)
+        of.append(cells)
+    return Cells(of, _overlaps(plans, homes, pieces))
 
 
 def _split(regions: tuple[Region, ...]) -> tuple[list[list[Region]], list[list[int]]]:
@@ -71,27 +76,31 @@ def _split(regions: tuple[Region, ...]) -> tuple[list[list[Region]], list[list[i
 
 
 def _overlaps(
-    plan: Plan, owner_of: Sequence[tuple[int, int]], pieces: Sequence[Sequence[Region]]
+    plans: Sequence[Plan], homes: Sequence[_Home], pieces: Sequence[Sequence[Region]]
 ) -> Mapping[int, tuple[int, ...]]:
     meet = cache(_meet)
-    shared = {
-        (one, two)
-        for (one, a), (two, b) in combinations(enumerate(plan.targets), 2)
+    targets = [
+        (number, index, target) for number, plan in enumerate(plans) for index, target in enumerate(plan.targets)
+    ]
+    shared = [
+        ((plan, one), (other, two))
+        for (plan, one, a), (other, two, b) in combinations(targets, 2)
         if a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
-    }
-    by_buffer: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for cell, (owner, buffer) in enumerate(owner_of):
-        by_buffer[owner, buffer].append(cell)
-    found: dict[int, list[int]] = defaultdict(list)
-    for owner in range(plan.world_size):
-        for one, two in shared:
-            for first in by_buffer.get((owner, one), ()):
-                for second in by_buffer.get((owner, two), ()):
-                    spans = [_bytes(plan, owner, one, pieces[first]), _bytes(plan, owner, two, pieces[second])]
-                    if any(meet(a, b) for a in spans[0] for b in spans[1]):
-                        found[first].append(second)
-                        found[second].append(first)
-    return {cell: tuple(others) for cell, others in found.items()}
+    ]
+    by_home: dict[_Home, list[int]] = defaultdict(list)
+    for cell, home in enumerate(homes):
+        by_home[home].append(cell)
+    overlaps: dict[int, list[int]] = defaultdict(list)
+    for owner in range(plans[0].world_size):
+        for (plan, one), (other, two) in shared:
+            nears = [(c, _bytes(plans[plan], owner, one, pieces[c])) for c in by_home.get((plan, owner, one), ())]
+            fars = [(c, _bytes(plans[other], owner, two, pieces[c])) for c in by_home.get((other, owner, two), ())]
+            for first, runs in nears:
+                for second, others in fars:
+                    if any(meet(a, b) for a in runs for b in others):
+                        overlaps[first].append(second)
+                        overlaps[second].append(first)
+    return {cell: tuple(others) for cell, others in overlaps.items()}
 
 
 @dataclass(frozen=True, slots=True)

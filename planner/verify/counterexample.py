@@ -51,8 +51,7 @@ def counterexample(order: Order, finding: Unordered) -> Counterexample:
         chain, position = order.chain(step), order.started[step.rank][order.at(step)]
         return position < start if chain == own else position <= clock[chain]
 
-    names = order.plan.streams
     steps = [*(step for step in order.sequence if comes_first(step)), second]
-    streams = [(step.rank, order.plan.ranks[step.rank].instructions[step.number].stream) for step in steps]
-    turns = tuple(Turn(rank, names[stream], len(list(run))) for (rank, stream), run in groupby(streams))
+    streams = [(step.rank, order.plans[step.replay].streams[order.item(step).stream]) for step in steps]
+    turns = tuple(Turn(rank, stream, len(list(run))) for (rank, stream), run in groupby(streams))
     return Counterexample(finding, turns)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from stepgraph.planner.diagnostics import Diagnostic, Place
 from stepgraph.planner.plan import Instruction, Plan
 from stepgraph.planner.verify.counterexample import Unordered
-from stepgraph.planner.verify.order import Step
+from stepgraph.planner.verify.order import Order, Step
 
 MAX_FINDINGS = 5
 """Of one code; more tell nothing new."""
@@ -31,13 +31,13 @@ CODES = {
 }
 
 
-def first_of_each(findings: Sequence[Diagnostic | Unordered]) -> list[Diagnostic | Unordered]:
+def first_of_each(findings: Iterable[Diagnostic | Unordered], most: int = MAX_FINDINGS) -> list[Diagnostic | Unordered]:
     """The first few findings of each code."""
     counts: dict[str, int] = {}
     kept: list[Diagnostic | Unordered] = []
     for finding in findings:
         counts[finding.code] = counts.get(finding.code, 0) + 1
-        if counts[finding.code] <= MAX_FINDINGS:
+        if counts[finding.code] <= most:
             kept.append(finding)
     return kept
 
@@ -50,8 +50,8 @@ def op_of(plan: Plan, item: Instruction) -> int | None:
     return op if isinstance(op, int) else None
 
 
-def name(plan: Plan, step: Step) -> str:
-    """An instruction with everything that tells it from others."""
+def name(plan: Plan, step: Step, when: str | None = None) -> str:
+    """An instruction with everything that tells it from others; ``when`` says which replay, else its number does."""
     item = plan.ranks[step.rank].instructions[step.number]
     op = op_of(plan, item)
     what: str = item.do
@@ -60,7 +60,12 @@ def name(plan: Plan, step: Step) -> str:
         layer = "" if found.layer is None else f"[{found.layer}]"
         what = f"{item.do} {found.name}{layer}, line {found.line}"
     where = f"rank {step.rank}, stream {plan.streams[item.stream]}, instruction {step.number}"
-    return f"{what} ({where}, replay {step.replay})"
+    return f"{what} ({where}, {when or f'replay {step.replay}'})"
+
+
+def name_in(order: Order, step: Step) -> str:
+    """An instruction of one of several replays."""
+    return name(order.plans[step.replay], step, order.titles[step.replay])
 
 
 def place(plan: Plan, step: Step) -> Place | None:

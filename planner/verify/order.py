@@ -1,10 +1,11 @@
-"""The order of a plan: what happens before what, over all ranks and replays, as vector clocks.
+"""The order of replays: what happens before what, over all ranks, as vector clocks.
 
-A chain is one stream of one rank; positions count its instructions, from 1, through all replays. A clock says for every
-chain up to which position it is known to be done. It changes only where a chain waits, so a stretch of instructions
-between two waits shares one. A collective takes two positions, its start and its finish. Edges: issue order on a
-stream; a record to the wait for its event; a signal to the wait for its word; every start of a collective to every
-finish; all of a rank's replay to all of its next one.
+A word of plans is given, one for each replay: twice the same, or several plans of a set that follow one another on the
+same ranks. A chain is one stream of one rank; positions count its instructions, from 1, through all replays. A clock
+says for every chain up to which position it is known to be done. It changes only where a chain waits, so a stretch of
+instructions between two waits shares one. A collective takes two positions, its start and its finish. Edges: issue
+order on a stream; a record to the wait for its event; a signal to the wait for its word; every start of a collective to
+every finish; all of a rank's replay to all of its next one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepgraph.planner.plan import Collective, Plan, Record, Signal, Wait, WaitEvent
+from stepgraph.planner.plan import Collective, Instruction, Plan, Record, Signal, Wait, WaitEvent
 
 Clock = Sequence[int]
 """For each chain, the last position that is known to be done."""
@@ -33,29 +34,38 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    plan: Plan
-    replays: int
+    plans: tuple[Plan, ...]
+    """Of each replay."""
+    titles: tuple[str, ...]
+    """What messages call each replay."""
+    width: int
+    """Chains of a rank: the most streams that a plan has."""
     clocks: Sequence[Clock]
+    base: Sequence[Sequence[int]]
+    """By rank and replay: where ``started`` and ``clock`` of the replay begin."""
     started: Sequence[Sequence[int]]
-    """By rank, then by replay * instructions + number: the position at which an instruction starts."""
+    """By rank, then by base + number: the position at which an instruction starts."""
     clock: Sequence[Sequence[int]]
     """Likewise: the number of the clock that an instruction starts with."""
+    entered: Sequence[Sequence[int]]
+    """By rank and replay: the number of the clock that the replay starts with."""
     sequence: Sequence[Step]
     """Everything that can run, in one order that keeps the edges; a collective at its start."""
     stuck: tuple[Step, ...]
     """The instructions that can never run; the order says nothing of them."""
 
+    def item(self, step: Step) -> Instruction:
+        return self.plans[step.replay].ranks[step.rank].instructions[step.number]
+
     def chain(self, step: Step) -> int:
-        stream = self.plan.ranks[step.rank].instructions[step.number].stream
-        return step.rank * len(self.plan.streams) + stream
+        return step.rank * self.width + self.item(step).stream
 
     def at(self, step: Step) -> int:
-        return step.replay * len(self.plan.ranks[step.rank].instructions) + step.number
+        return self.base[step.rank][step.replay] + step.number
 
     def done(self, step: Step) -> int:
         """The position at which an instruction is done."""
-        item = self.plan.ranks[step.rank].instructions[step.number]
-        return self.started[step.rank][self.at(step)] + isinstance(item, Collective)
+        return self.started[step.rank][self.at(step)] + isinstance(self.item(step), Collective)
 
     def before(self, first: Step, second: Step) -> bool:
         """Whether ``first`` is done before ``second`` starts, or is it."""
@@ -68,28 +78,36 @@ class Order:
 class _Builder:
     """Runs every chain as far as it can; a chain that waits is woken by what it waits for."""
 
-    def __init__(self, plan: Plan, replays: int) -> None:
-        self.plan, self.replays = plan, replays
-        self.width, ranks = len(plan.streams), plan.ranks
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self.plans, self.replays = plans, len(plans)
+        self.width, ranks = max(len(plan.streams) for plan in plans), range(plans[0].world_size)
         self.count = len(ranks) * self.width
-        self.queues: list[list[int]] = [[] for _ in range(self.count)]
-        for rank, program in enumerate(ranks):
-            for number, item in enumerate(program.instructions):
-                self.queues[rank * self.width + item.stream].append(number)
+        queues = {id(plan): self.queues_of(plan) for plan in plans}
+        self.queues = [queues[id(plan)] for plan in plans]
+        """By replay and chain: the numbers of instructions."""
+        sizes = [[len(plan.ranks[rank].instructions) for plan in plans] for rank in ranks]
+        self.base = [[sum(found[:replay]) for replay in range(self.replays)] for found in sizes]
         self.at = [0] * self.count
         self.replay = [0] * len(ranks)
         self.clocks: list[list[int]] = [[0] * self.count]
         self.clock = [0] * self.count
         """The number of each chain's present clock."""
         self.position = [0] * self.count
-        sizes = [replays * len(program.instructions) for program in ranks]
-        self.started = [[0] * size for size in sizes]
-        self.clock_at = [[0] * size for size in sizes]
+        self.started = [[0] * sum(found) for found in sizes]
+        self.clock_at = [[0] * sum(found) for found in sizes]
+        self.entered = [[0] * self.replays for _ in ranks]
         self.sequence: list[Step] = []
         self.told: dict[tuple[object, ...], Told] = {}
         """What has been told under a key: an event, a flag word, a member's start of a collective."""
         self.sleepers: dict[tuple[object, ...], list[int]] = defaultdict(list)
         self.awake = list(range(self.count))
+
+    def queues_of(self, plan: Plan) -> list[list[int]]:
+        queues: list[list[int]] = [[] for _ in range(self.count)]
+        for rank, program in enumerate(plan.ranks):
+            for number, item in enumerate(program.instructions):
+                queues[rank * self.width + item.stream].append(number)
+        return queues
 
     def tell(self, key: tuple[object, ...], chain: int) -> None:
         self.told[key] = (self.clock[chain], chain, self.position[chain])
@@ -112,9 +130,10 @@ class _Builder:
 
     def run(self, chain: int) -> None:
         """Run a chain until it must wait, or its replay is over."""
-        rank, queue = chain // self.width, self.queues[chain]
-        items, replay = self.plan.ranks[rank].instructions, self.replay[rank]
-        base = replay * len(items)
+        rank = chain // self.width
+        replay = self.replay[rank]
+        queue, plan = self.queues[replay][chain], self.plans[replay]
+        items, base = plan.ranks[rank].instructions, self.base[rank][replay]
         started, clock_at = self.started[rank], self.clock_at[rank]
         while self.at[chain] < len(queue):
             number = queue[self.at[chain]]
@@ -129,7 +148,7 @@ class _Builder:
                 if not started[base + number]:
                     self.begin(chain, Step(rank, replay, number))
                     self.tell((replay, item.exchange, rank, "start"), chain)
-                group = self.plan.groups[self.plan.exchanges[item.exchange].group]
+                group = plan.groups[plan.exchanges[item.exchange].group]
                 if not self.join(chain, [(replay, item.exchange, member, "start") for member in group]):
                     return
                 self.position[chain] += 1
@@ -150,7 +169,7 @@ class _Builder:
     def begin(self, chain: int, step: Step) -> None:
         """The start of a collective."""
         self.position[chain] += 1
-        at = step.replay * len(self.plan.ranks[step.rank].instructions) + step.number
+        at = self.base[step.rank][step.replay] + step.number
         self.started[step.rank][at] = self.position[chain]
         self.clock_at[step.rank][at] = self.clock[chain]
         self.sequence.append(step)
@@ -158,7 +177,8 @@ class _Builder:
     def next_replay(self, rank: int) -> None:
         """Enter a rank's next replay if all its chains are through this one."""
         mine = range(rank * self.width, (rank + 1) * self.width)
-        through = all(self.at[chain] == len(self.queues[chain]) for chain in mine)
+        queues = self.queues[self.replay[rank]]
+        through = all(self.at[chain] == len(queues[chain]) for chain in mine)
         if not through or self.replay[rank] + 1 == self.replays:
             return
         self.replay[rank] += 1
@@ -166,27 +186,40 @@ class _Builder:
         for chain in mine:
             known[chain] = self.position[chain]
         self.clocks.append(known)
+        self.entered[rank][self.replay[rank]] = len(self.clocks) - 1
         for chain in mine:
             self.clock[chain] = len(self.clocks) - 1
             self.at[chain] = 0
         self.awake += mine
 
-    def build(self) -> Order:
+    def heads(self) -> list[Step]:
+        """What the chains that are not through stand at."""
+        found = []
+        for chain, at in enumerate(self.at):
+            rank = chain // self.width
+            queue = self.queues[self.replay[rank]][chain]
+            if at < len(queue):
+                found.append(Step(rank, self.replay[rank], queue[at]))
+        return found
+
+    def build(self, titles: tuple[str, ...]) -> Order:
         while self.awake:
             self.run(self.awake.pop())
-        heads = [(chain, self.queues[chain][at]) for chain, at in enumerate(self.at) if at < len(self.queues[chain])]
-        stuck = [Step(chain // self.width, self.replay[chain // self.width], number) for chain, number in heads]
         return Order(
-            plan=self.plan,
-            replays=self.replays,
+            plans=tuple(self.plans),
+            titles=titles,
+            width=self.width,
             clocks=self.clocks,
+            base=self.base,
             started=self.started,
             clock=self.clock_at,
+            entered=self.entered,
             sequence=self.sequence,
-            stuck=tuple(stuck),
+            stuck=tuple(self.heads()),
         )
 
 
-def order_of(plan: Plan, replays: int) -> Order:
-    """The order of ``replays`` replays of every rank."""
-    return _Builder(plan, replays).build()
+def order_of(plans: Sequence[Plan], titles: Sequence[str] = ()) -> Order:
+    """The order of replays of every rank, one of each of ``plans``, all of which are for the same ranks."""
+    assert len({plan.world_size for plan in plans}) == 1, "plans of one set are for the same ranks"
+    return _Builder(plans).build(tuple(titles) or tuple(f"replay {number}" for number in range(len(plans))))

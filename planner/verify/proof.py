@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import ExchangeKind, Plan, Protocol
-from stepgraph.planner.verify import flags
+from stepgraph.planner.verify import exchanges
 from stepgraph.planner.verify.counterexample import Counterexample, Unordered, counterexample
 from stepgraph.planner.verify.coverage import coverage
 from stepgraph.planner.verify.drops import drops
 from stepgraph.planner.verify.findings import first_of_each, name, place
 from stepgraph.planner.verify.order import Order, order_of
 from stepgraph.planner.verify.races import races
+from stepgraph.planner.verify.words import words
 
 REPLAYS = 2
 
@@ -67,7 +68,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """A proof makes many small objects and no cycles: looking for cycles among them takes a third of its time."""
     was_on = gc.isenabled()
     gc.disable()
@@ -78,13 +79,18 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-@_collector_paused()
+@collector_paused()
 def prove(plan: Plan) -> Proof:
     """Check every rule of the plan. Findings are errors; a plan without any is proven, under the assumptions."""
-    order = order_of(plan, REPLAYS)
+    return examine(plan)[0]
+
+
+def examine(plan: Plan) -> tuple[Proof, Order]:
+    """The proof, and the order that it has found."""
+    order = order_of([plan] * REPLAYS)
     found: list[Diagnostic | Unordered] = [
-        *flags.events(plan),
-        *flags.spans(plan),
+        *exchanges.events(plan),
+        *exchanges.spans(plan),
         *coverage(plan),
         *drops(plan),
     ]
@@ -100,10 +106,10 @@ def prove(plan: Plan) -> Proof:
                 "what they wait for is missing, or comes after them",
             )
         )
-        return _proof(plan, order, found, 0)
-    found += [*flags.joins(plan, order), *flags.words(plan, order), *flags.exchange_order(plan, order)]
-    raced, compared = races(plan, order)
-    return _proof(plan, order, [*found, *raced], compared)
+        return _proof(plan, order, found, 0), order
+    found += [*exchanges.joins(order), *words(order), *exchanges.exchange_order(order)]
+    raced, compared = races(order)
+    return _proof(plan, order, [*found, *raced], compared), order
 
 
 def _proof(plan: Plan, order: Order, found: list[Diagnostic | Unordered], compared: int) -> Proof:

@@ -15,7 +15,7 @@ from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import Collective, Drop, Instruction, Load, Plan, Region, Run, Send, Store
 from stepgraph.planner.verify.cells import Cells, Place, cells_of
 from stepgraph.planner.verify.counterexample import Unordered
-from stepgraph.planner.verify.findings import MAX_FINDINGS, name, op_of, place
+from stepgraph.planner.verify.findings import MAX_FINDINGS, name_in, op_of, place
 from stepgraph.planner.verify.order import Order, Step
 
 
@@ -56,13 +56,21 @@ class _Access:
 
 
 class _Walk:
-    def __init__(self, plan: Plan, order: Order) -> None:
-        self.plan, self.order = plan, order
-        found = [[accesses(plan, rank, item) for item in p.instructions] for rank, p in enumerate(plan.ranks)]
-        cells: Cells = cells_of(plan, dict.fromkeys(where for rank in found for item in rank for where, _ in item))
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        plans = list({id(plan): plan for plan in order.plans}.values())
+        self.which = [next(number for number, one in enumerate(plans) if one is plan) for plan in order.plans]
+        """By replay: the number of its plan among the different ones."""
+        found = [
+            [[accesses(plan, rank, item) for item in p.instructions] for rank, p in enumerate(plan.ranks)]
+            for plan in plans
+        ]
+        asked = [dict.fromkeys(where for rank in plan for item in rank for where, _ in item) for plan in found]
+        cells: Cells = cells_of(plans, asked)
         self.overlaps = cells.overlaps
         self.touches = [
-            [[(where, cells.of.get(where, ()), writes) for where, writes in item] for item in rank] for rank in found
+            [[[(where, of.get(where, ()), writes) for where, writes in item] for item in rank] for rank in plan]
+            for plan, of in zip(found, cells.of, strict=True)
         ]
         self.written: dict[int, _Access] = {}
         """Of each cell."""
@@ -73,13 +81,13 @@ class _Walk:
         self.total = 0
 
     def run(self) -> None:
-        order, width = self.order, len(self.plan.streams)
+        order = self.order
         for time, step in enumerate(order.sequence):
-            touches = self.touches[step.rank][step.number]
+            touches = self.touches[self.which[step.replay]][step.rank][step.number]
             if not touches:
                 continue
-            item = self.plan.ranks[step.rank].instructions[step.number]
-            chain, at = step.rank * width + item.stream, order.at(step)
+            item = order.item(step)
+            chain, at = step.rank * order.width + item.stream, order.at(step)
             clock = order.clocks[order.clock[step.rank][at]]
             position = order.started[step.rank][at] + isinstance(item, Collective)
             self.total += len(touches)
@@ -107,7 +115,7 @@ class _Walk:
             for reader, read in self.reads[near_cell].items():
                 if reader != chain and clock[reader] < read.position:
                     self.race(read, False, access, True)
-        if last is not None and ordered and access.place[1] < len(self.plan.targets):
+        if last is not None and ordered and self.is_target(access):
             self.unread(cell, last, access)
         self.reads[cell].clear()
         self.written[cell] = access
@@ -119,7 +127,7 @@ class _Walk:
                 "E307",
                 access,
                 f"{self.buffer(access)} is read before it is written",
-                f"a write of {_words(access.place[2])} before {name(self.plan, access.step)}",
+                f"a write of {_words(access.place[2])} before {name_in(self.order, access.step)}",
                 "none in its replay",
                 "send, load or compute every part of it first",
             )
@@ -131,7 +139,7 @@ class _Walk:
                     "E306",
                     access,
                     f"{self.buffer(access)} is overwritten before it is read",
-                    f"{name(self.plan, late.step)} after {name(self.plan, access.step)}",
+                    f"{name_in(self.order, late.step)} after {name_in(self.order, access.step)}",
                     "before it, into the same bytes",
                     "place the two targets apart",
                 )
@@ -144,26 +152,35 @@ class _Walk:
             "E306",
             access,
             f"{self.buffer(access)} is overwritten before it is read",
-            f"a read of what {name(self.plan, last.step)} has sent before {name(self.plan, access.step)}",
+            f"a read of what {name_in(self.order, last.step)} has sent before {name_in(self.order, access.step)}",
             "none",
             "let what is sent be read first, or send it elsewhere",
         )
 
     def _op(self, access: _Access) -> object:
-        return getattr(self.plan.ranks[access.step.rank].instructions[access.step.number], "op", None)
+        return getattr(self.order.item(access.step), "op", None)
+
+    def plan(self, access: _Access) -> Plan:
+        return self.order.plans[access.step.replay]
+
+    def is_target(self, access: _Access) -> bool:
+        return access.place[1] < len(self.plan(access).targets)
 
     def race(self, one: _Access, one_writes: bool, two: _Access, two_writes: bool) -> None:
         if self._turn(two) < self._turn(one):
             one, one_writes, two, two_writes = two, two_writes, one, one_writes
-        is_target = two.place[1] < len(self.plan.targets)
+        is_target = self.is_target(two)
         if one.step.replay != two.step.replay:
-            code, when = "E303", f"between replay {one.step.replay} and replay {two.step.replay}"
+            first, second = (self.order.titles[access.step.replay] for access in (one, two))
+            code, when = "E303", f"between {first} and {second}"
         else:
             code, when = "E301" if is_target else "E302", "within a replay"
-        if any(isinstance(self.plan.ranks[a.step.rank].instructions[a.step.number], Drop) for a in (one, two)):
+        if any(isinstance(self.order.item(a.step), Drop) for a in (one, two)):
             code = "E304"
         pairs = ((one, one_writes), (two, two_writes))
-        words = [f"{'write' if w else 'read'} of {_words(a.place[2])} by {name(self.plan, a.step)}" for a, w in pairs]
+        words = [
+            f"{'write' if w else 'read'} of {_words(a.place[2])} by {name_in(self.order, a.step)}" for a, w in pairs
+        ]
         self.note(
             code,
             two,
@@ -178,14 +195,14 @@ class _Walk:
 
     def _turn(self, access: _Access) -> tuple[int, float]:
         """When an access is meant to come: by replay, then by the schedule; outputs and drops come last."""
-        item = self.plan.ranks[access.step.rank].instructions[access.step.number]
-        op = op_of(self.plan, item)
+        item = self.order.item(access.step)
+        op = op_of(self.plan(access), item)
         last = -1.0 if isinstance(item, Load) else math.inf
         return access.step.replay, last if op is None else op
 
     def buffer(self, access: _Access) -> str:
         owner, number, _ = access.place
-        return f"{self.plan.ranks[owner].buffers[number].name} of rank {owner}"
+        return f"{self.plan(access).ranks[owner].buffers[number].name} of rank {owner}"
 
     def note(
         self, code: str, at: _Access, message: str, expected: str, got: str, hint: str, other: _Access | None = None
@@ -193,7 +210,7 @@ class _Walk:
         owner, number, _ = at.place
         self.counts[code, owner, number] += 1
         if self.counts[code, owner, number] <= MAX_FINDINGS:
-            where = place(self.plan, at.step) or (place(self.plan, other.step) if other else None)
+            where = place(self.plan(at), at.step) or (place(self.plan(other), other.step) if other else None)
             found = Diagnostic(code, message, where, expected, got, hint)
             self.found.append(Unordered(found, other.step, at.step) if other else found)
 
@@ -202,8 +219,8 @@ def _words(region: Region) -> str:
     return f"rows {region.row}:{region.row + region.rows}, columns {region.col}:{region.col + region.cols}"
 
 
-def races(plan: Plan, order: Order) -> tuple[list[Diagnostic | Unordered], int]:
+def races(order: Order) -> tuple[list[Diagnostic | Unordered], int]:
     """The races, a few of each memory, and how many accesses were looked at."""
-    walk = _Walk(plan, order)
+    walk = _Walk(order)
     walk.run()
     return walk.found, walk.total

@@ -52,12 +52,16 @@ class Binding:
 class BoundStages:
     """A stage maker: the functions of a binding over a module, whose own tensors are the weights."""
 
-    def __init__(self, binding: Binding, model: Module, plan: Plan) -> None:
-        """Raises BindingError E620 with every mismatch between the plan's schedule and the module."""
+    def __init__(self, binding: Binding, model: Module, plans: Sequence[Plan]) -> None:
+        """``plans`` are the versions of one schedule's step, which together run every layer.
+
+        Raises:
+            BindingError: E620 with every mismatch between the schedule and the module.
+        """
         self.binding, self.model = binding, model
         self.layers = {name: tuple(modules(model)) for name, modules in binding.blocks.items()}
-        self.numbers = _numbers(plan)
-        problems = [*_wrong_stages(self, plan), *_wrong_sizes(self, plan)]
+        self.numbers = _numbers(plans)
+        problems = [*_wrong_stages(self, plans), *_wrong_sizes(self, plans[0])]
         if problems:
             raise BindingError(problems)
         self.without_weights = MadeUpStages()
@@ -100,21 +104,23 @@ class BoundStages:
         return self.layers[block][self.numbers[block].index(op.layer)]
 
 
-def _numbers(plan: Plan) -> dict[str, list[int]]:
+def _numbers(plans: Sequence[Plan]) -> dict[str, list[int]]:
     """The layers of each block, as ``Op.layer`` counts them, in order."""
     found: dict[str, set[int]] = {}
-    for op in plan.ops:
+    for op in (op for plan in plans for op in plan.ops):
         if op.layer is not None:
             found.setdefault(op.name.split(".")[0], set()).add(op.layer)
     return {block: sorted(layers) for block, layers in found.items()}
 
 
-def _wrong_stages(bound: BoundStages, plan: Plan) -> list[Diagnostic]:
+def _wrong_stages(bound: BoundStages, plans: Sequence[Plan]) -> list[Diagnostic]:
     """Ops without a function, and functions without an op."""
-    run = {item.op for program in plan.ranks for item in program.instructions if isinstance(item, Run)}
-    ops = {plan.ops[number].name: plan.ops[number] for number in sorted(run)}
+    ops: dict[str, Op] = {}
+    for plan in plans:
+        run = {item.op for program in plan.ranks for item in program.instructions if isinstance(item, Run)}
+        ops |= {plan.ops[number].name: plan.ops[number] for number in sorted(run)}
     known = bound.binding.stages
-    binding, schedule = f"the binding {bound.binding.name}", f"the schedule {plan.name}"
+    binding, schedule = f"the binding {bound.binding.name}", f"the schedule {plans[0].name}"
     problems = [
         Diagnostic(
             "E620",

@@ -4,6 +4,7 @@ Written from the plan format's own words, and knows nothing of the verifier. For
 """
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import networkx as nx
@@ -13,8 +14,10 @@ from stepgraph.planner.plan import (
     Drop,
     Load,
     Plan,
+    Protocol,
     Record,
     Region,
+    Reset,
     Run,
     Send,
     Signal,
@@ -27,21 +30,24 @@ Node = tuple[int, int, int, str]
 """(rank, replay, number, start or end)."""
 
 
-def happens(plan: Plan, replays: int) -> nx.DiGraph:
-    """Every instruction starts before it ends; edges say what comes before what."""
+def happens(plans: Sequence[Plan]) -> nx.DiGraph:
+    """Replays of some plans, one after another: every instruction starts before it ends; edges say what comes before
+    what."""
     graph = nx.DiGraph()
-    for rank, program in enumerate(plan.ranks):
-        for replay in range(replays):
+    for rank in range(plans[0].world_size):
+        ended: list[Node] = []
+        for replay, plan in enumerate(plans):
             last: dict[int, int] = {}
-            for number, item in enumerate(program.instructions):
+            for number, item in enumerate(plan.ranks[rank].instructions):
                 graph.add_edge((rank, replay, number, "start"), (rank, replay, number, "end"))
                 if item.stream in last:
                     graph.add_edge((rank, replay, last[item.stream], "end"), (rank, replay, number, "start"))
                 last[item.stream] = number
-                if replay:
-                    for before in range(len(program.instructions)):
-                        graph.add_edge((rank, replay - 1, before, "end"), (rank, replay, number, "start"))
-    for replay in range(replays):
+                for node in ended:
+                    graph.add_edge(node, (rank, replay, number, "start"))
+            here = [(rank, replay, number, "end") for number in range(len(plan.ranks[rank].instructions))]
+            ended = here or ended  # a replay of nothing takes no time
+    for replay, plan in enumerate(plans):
         told: dict[object, list[Node]] = defaultdict(list)
         for rank, program in enumerate(plan.ranks):
             for number, item in enumerate(program.instructions):
@@ -66,12 +72,12 @@ def happens(plan: Plan, replays: int) -> nx.DiGraph:
     return graph
 
 
-def touched(plan: Plan, rank: int, number: int) -> list[tuple[object, int, bool]]:
+def touched(plan: Plan, rank: int, number: int) -> list[tuple[tuple[int, object], int, bool]]:
     """(memory, bytes as the bits of a number, whether it writes) of an instruction."""
     program = plan.ranks[rank]
     item = program.instructions[number]
 
-    def of(owner: int, buffer: int, region: Region, writes: bool) -> tuple[object, int, bool]:
+    def of(owner: int, buffer: int, region: Region, writes: bool) -> tuple[tuple[int, object], int, bool]:
         box = plan.ranks[owner].buffers[buffer]
         width = box.dtype.itemsize
         is_target = buffer < len(plan.targets)
@@ -83,7 +89,7 @@ def touched(plan: Plan, rank: int, number: int) -> list[tuple[object, int, bool]
                 bits |= ((1 << region.cols * width) - 1) << start
         return (owner, "arena" if is_target else buffer), bits, writes
 
-    def view(index: int, writes: bool) -> tuple[object, int, bool]:
+    def view(index: int, writes: bool) -> tuple[tuple[int, object], int, bool]:
         return of(rank, program.views[index].buffer, program.views[index].region, writes)
 
     match item:
@@ -105,9 +111,8 @@ def touched(plan: Plan, rank: int, number: int) -> list[tuple[object, int, bool]
     return []
 
 
-def has_race(plan: Plan, replays: int = 2) -> bool:
-    """Whether two accesses to a byte, one of them a write, are unordered. The plan must finish."""
-    graph = happens(plan, replays)
+def _reachable(graph: nx.DiGraph) -> Callable[[Node, Node], bool]:
+    """Whether one thing comes before another, for all of them."""
     order = list(nx.topological_sort(graph))
     place = {node: index for index, node in enumerate(order)}
     after: dict[Node, int] = {}
@@ -116,17 +121,50 @@ def has_race(plan: Plan, replays: int = 2) -> bool:
         for following in graph.successors(node):
             bits |= after[following]
         after[node] = bits
+    return lambda one, two: bool(after[one] >> place[two] & 1)
+
+
+def has_race(plans: Sequence[Plan]) -> bool:
+    """Whether two accesses to a byte, one of them a write, are unordered. Each plan must finish."""
+    reaches = _reachable(happens(plans))
     memory: dict[object, list[tuple[Node, Node, int, bool]]] = defaultdict(list)
-    for rank, program in enumerate(plan.ranks):
-        for number in range(len(program.instructions)):
-            for where, bits, writes in touched(plan, rank, number):
-                for replay in range(replays):
+    for replay, plan in enumerate(plans):
+        for rank, program in enumerate(plan.ranks):
+            for number in range(len(program.instructions)):
+                for where, bits, writes in touched(plan, rank, number):
                     start, end = (rank, replay, number, "start"), (rank, replay, number, "end")
-                    memory[where].append((start, end, bits, writes))
+                    memory[home(plan, where)].append((start, end, bits, writes))
     for found in memory.values():
         for one, two in combinations(found, 2):
             if one[0] == two[0] or not (one[3] or two[3]) or not one[2] & two[2]:
                 continue
-            if not after[one[1]] >> place[two[0]] & 1 and not after[two[1]] >> place[one[0]] & 1:
+            if not reaches(one[1], two[0]) and not reaches(two[1], one[0]):
                 return True
+    return False
+
+
+def home(plan: Plan, where: tuple[int, object]) -> object:
+    """A place in memory, told from those of other plans: a local buffer is of one plan, and the arena of all."""
+    return where if where[1] == "arena" else (id(plan), where)
+
+
+def loses_a_flag(plans: Sequence[Plan]) -> bool:
+    """Whether a write of a word and a reset of it are unordered. Each plan must finish."""
+    reaches = _reachable(happens(plans))
+    writes: dict[tuple[int, int], list[Node]] = defaultdict(list)
+    resets: dict[tuple[int, int], list[Node]] = defaultdict(list)
+    for replay, plan in enumerate(plans):
+        for rank, program in enumerate(plan.ranks):
+            for number, item in enumerate(program.instructions):
+                if isinstance(item, Signal | Reset) and plan.exchanges[item.exchange].protocol is not Protocol.KERNEL:
+                    for flag in item.flags:
+                        word = (flag.peer if isinstance(item, Signal) else rank, flag.slot)
+                        (writes if isinstance(item, Signal) else resets)[word].append((rank, replay, number, ""))
+    for word, found in writes.items():
+        for write in found:
+            for reset in resets[word]:
+                one, two = ((*node[:3], "end") for node in (write, reset))
+                first, second = ((*node[:3], "start") for node in (write, reset))
+                if not reaches(one, second) and not reaches(two, first):
+                    return True
     return False

@@ -116,7 +116,7 @@ class Draft:
             targets.append(Target(title, offset, size))
         plan = Plan(
             name=name,
-            source=Source("hand-made", "", ()),
+            source=Source("hand-made", "", (), "", ""),
             dtype=DType.FLOAT32,
             mesh=(Axis("ulysses", len(self.rows)),),
             transport="auto",

@@ -1,10 +1,9 @@
-"""Flags, events and exchanges: each is used as the protocol says, and nothing can wait for ever."""
+"""Events and exchanges: each is used as the protocol says, and nothing can wait for ever."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import pairwise
 
 from stepgraph.planner.diagnostics import Diagnostic
@@ -12,7 +11,6 @@ from stepgraph.planner.plan import (
     Collective,
     ExchangeKind,
     Plan,
-    Protocol,
     Record,
     Reset,
     Signal,
@@ -22,9 +20,6 @@ from stepgraph.planner.plan import (
 from stepgraph.planner.verify.counterexample import Unordered
 from stepgraph.planner.verify.findings import name, place
 from stepgraph.planner.verify.order import Order, Step
-
-Word = tuple[int, int]
-"""(owner, slot)."""
 
 
 def events(plan: Plan) -> Iterator[Diagnostic]:
@@ -68,8 +63,9 @@ def events(plan: Plan) -> Iterator[Diagnostic]:
                 recorded[item.event] = item.stream
 
 
-def joins(plan: Plan, order: Order) -> Iterator[Diagnostic]:
+def joins(order: Order) -> Iterator[Diagnostic]:
     """Everything is done before the origin's last instruction, where a capture ends."""
+    plan = order.plans[0]
     for rank, program in enumerate(plan.ranks):
         last = {item.stream: number for number, item in enumerate(program.instructions)}
         if not last:
@@ -120,86 +116,10 @@ def spans(plan: Plan) -> Iterator[Diagnostic]:
                 )
 
 
-@dataclass(slots=True)
-class _Use:
-    """What one exchange does with a word."""
-
-    writes: list[Step] = field(default_factory=list)
-    waits: list[Step] = field(default_factory=list)
-    resets: list[Step] = field(default_factory=list)
-    peers: set[int] = field(default_factory=set)
-    """Whom the owner waits for."""
-
-
-def words(plan: Plan, order: Order) -> Iterator[Diagnostic | Unordered]:
-    """Writes, waits and resets of every word match one to one, and no word is written before its reset is known. Two
-    exchanges may use a word one after the other, if that holds between them too."""
-    uses: dict[Word, dict[int, _Use]] = defaultdict(lambda: defaultdict(_Use))
-    for rank, program in enumerate(plan.ranks):
-        for number, item in enumerate(program.instructions):
-            step = Step(rank, 0, number)
-            if isinstance(item, Signal):
-                for flag in item.flags:
-                    uses[flag.peer, flag.slot][item.exchange].writes.append(step)
-            elif isinstance(item, Wait):
-                for flag in item.flags:
-                    uses[rank, flag.slot][item.exchange].waits.append(step)
-                    uses[rank, flag.slot][item.exchange].peers.add(flag.peer)
-            elif isinstance(item, Reset):
-                for flag in item.flags:
-                    uses[rank, flag.slot][item.exchange].resets.append(step)
-    for word, by_exchange in sorted(uses.items()):
-        yield from _word(plan, order, word, by_exchange)
-
-
-def _word(plan: Plan, order: Order, word: Word, by_exchange: Mapping[int, _Use]) -> Iterator[Diagnostic | Unordered]:
-    title = f"flag {word[1]} of rank {word[0]}"
-    kernel = any(plan.exchanges[exchange].protocol is Protocol.KERNEL for exchange in by_exchange)
-    writers = {step.rank for use in by_exchange.values() for step in use.writes}
-    for use in by_exchange.values():
-        counts = (len(use.writes), len(use.waits), len(use.resets))
-        whole = counts == ((1, 1, 0) if kernel else (1, 1, 1)) and use.peers == writers
-        if not whole or (kernel and len(by_exchange) > 1):
-            yield Diagnostic(
-                "E404",
-                f"{title} is not written, waited for and reset once",
-                place(plan, [*use.writes, *use.resets, *use.waits][0]),
-                "one write, one wait" + ("" if kernel else ", one reset") + " in an exchange, and one writer",
-                "{} writes, {} waits, {} resets".format(*counts) + f", {len(by_exchange)} exchanges",
-                "give every handshake of a step words of its own",
-            )
-            return
-    if kernel:
-        return
-    in_turn = sorted(by_exchange.values(), key=lambda use: use.waits[0].number)
-    for use, following in zip(in_turn, [*in_turn[1:], in_turn[0]], strict=True):
-        wait, reset, again = use.waits[0], use.resets[0], following.writes[0]
-        if following is in_turn[0]:
-            again = Step(again.rank, 1, again.number)
-        if not order.before(wait, reset):
-            yield Diagnostic(
-                "E404",
-                f"{title} is reset before it has been waited for",
-                place(plan, reset),
-                name(plan, wait),
-                name(plan, reset),
-                "wait first, then reset",
-            )
-        if not order.before(reset, again):
-            found = Diagnostic(
-                "E405",
-                f"{title} may be written again before it is reset",
-                place(plan, again),
-                f"another exchange of both ranks between {name(plan, reset)} and {name(plan, again)}",
-                "none",
-                "add a second exchange to the step, or close it with a handshake",
-            )
-            yield Unordered(found, reset, again)
-
-
-def exchange_order(plan: Plan, order: Order) -> Iterator[Diagnostic | Unordered]:
+def exchange_order(order: Order) -> Iterator[Diagnostic | Unordered]:
     """All exchanges of a rank are ordered one after another, and alike on all ranks: then they stay free of deadlock
     when hardware queues run a rank's streams one after another."""
+    plan = order.plans[0]
     sequences: list[list[int]] = []
     for rank, program in enumerate(plan.ranks):
         parts: dict[int, list[int]] = {}

@@ -1,0 +1,187 @@
+"""A plan set: the versions of one step, variants and buckets, that ranks run one after another in one arena.
+
+Every plan of a set has the set's arena and page of flags; its targets lie where the plan alone would have them, and its
+flags have slots that no other plan uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from pydantic import ConfigDict, TypeAdapter
+
+from stepgraph.planner.diagnostics import Diagnostic, PlanError, nearest
+from stepgraph.planner.plan import Flag, Instruction, Plan, Reset, Signal, Wait
+from stepgraph.planner.plan_check import check_plan
+from stepgraph.planner.plan_file import digest, read_text, refuse, sealed, unsealed
+
+FORMAT = "stepgraph-plan-set"
+
+
+@dataclass(frozen=True, slots=True)
+class VariantRule:
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    name: str
+    after: tuple[str, ...]
+    """The variants that it may follow in a request; the first variant of a set begins one."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSizes:
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    name: str
+    sizes: tuple[tuple[str, int], ...]
+    """Those that the schedule gives for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSet:
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    name: str
+    variants: tuple[VariantRule, ...]
+    """None where the schedule has one version of the step."""
+    buckets: tuple[BucketSizes, ...]
+    """None where it has one shape."""
+    plans: tuple[Plan, ...]
+    """Of every variant and bucket, variant by variant."""
+
+    @property
+    def world_size(self) -> int:
+        return self.plans[0].world_size
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.plans[0].arena_bytes
+
+    def index(self, variant: str = "", bucket: str = "") -> int:
+        """Which of ``plans`` a version is; by default the first variant, and the first bucket.
+
+        Raises:
+            PlanError: E155 for one that is not there.
+        """
+        names = [[rule.name for rule in self.variants] or [""], [entry.name for entry in self.buckets] or [""]]
+        found = []
+        for what, wanted, known in zip(("variant", "bucket"), (variant, bucket), names, strict=True):
+            if wanted and wanted not in known:
+                expected = f"one of {', '.join(known)}" if any(known) else f"no {what}: there is one"
+                problem = f"{self.name} has no {what} '{wanted}'"
+                raise PlanError([Diagnostic("E155", problem, None, expected, f"'{wanted}'", nearest(wanted, known))])
+            found.append(known.index(wanted) if wanted else 0)
+        return found[0] * len(names[1]) + found[1]
+
+    def plan(self, variant: str = "", bucket: str = "") -> Plan:
+        """The plan of a version, as ``index`` finds it."""
+        return self.plans[self.index(variant, bucket)]
+
+    def versions(self) -> Mapping[str, Plan]:
+        """Every plan by its version's name: variant/bucket, or the one of the two that there is."""
+        return {version(plan): plan for plan in self.plans}
+
+    def may_follow(self, before: str, variant: str) -> bool:
+        """Whether ``variant`` may come directly after ``before`` in a request; "" is its beginning."""
+        if not self.variants:
+            return True
+        if not before:
+            return variant == self.variants[0].name
+        return before in next(rule.after for rule in self.variants if rule.name == variant)
+
+    def follows(self) -> Mapping[str, tuple[str, ...]]:
+        """The versions that each version may directly follow on the ranks: in a request what its variant may, and a
+        request of another bucket may be taken up or left at any step."""
+
+        def allowed(earlier: Plan, later: Plan) -> bool:
+            if earlier.source.bucket != later.source.bucket:
+                return True
+            variants = (earlier.source.variant, later.source.variant)
+            return self.may_follow(*variants) or self.may_follow("", variants[1])
+
+        return {version(later): tuple(version(p) for p in self.plans if allowed(p, later)) for later in self.plans}
+
+
+def alone(plan: Plan) -> PlanSet:
+    """A plan without other versions, as a set."""
+    return PlanSet(plan.name, (), (), (plan,))
+
+
+def version(plan: Plan) -> str:
+    """The name of a plan's version in its set; that of the plan where it has one version."""
+    return "/".join(name for name in (plan.source.variant, plan.source.bucket) if name) or plan.name
+
+
+def share_memory(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """The plans with one arena, as large as the largest, and one page of flags in which each has slots of its own."""
+    arena = max(plan.arena_bytes for plan in plans)
+    bound = max(plan.arena_lower_bound for plan in plans)
+    slots = sum(plan.flag_slots for plan in plans)
+    found: list[Plan] = []
+    base = 0
+    for plan in plans:
+        ranks = tuple(
+            replace(program, instructions=tuple(_shifted(item, base) for item in program.instructions))
+            for program in plan.ranks
+        )
+        found.append(replace(plan, ranks=ranks, arena_bytes=arena, arena_lower_bound=bound, flag_slots=slots))
+        base += plan.flag_slots
+    return tuple(found)
+
+
+def _shifted(item: Instruction, base: int) -> Instruction:
+    if base and isinstance(item, Signal | Wait | Reset):
+        return replace(item, flags=tuple(Flag(flag.peer, flag.slot + base) for flag in item.flags))
+    return item
+
+
+@cache
+def _adapter() -> TypeAdapter[PlanSet]:
+    return TypeAdapter(PlanSet)
+
+
+def dumps(plans: PlanSet) -> str:
+    """The canonical text of a plan set, as that of a plan: ``format``, ``version``, ``sha256``, ``set``."""
+    return sealed(FORMAT, "set", _adapter().dump_json(plans))
+
+
+def set_hash(plans: PlanSet) -> str:
+    """SHA-256, in hex, over everything that the plan set says."""
+    return digest(_adapter().dump_json(plans))
+
+
+def loads(text: str, edited: bool = False) -> PlanSet:
+    """Read a plan set by the rules by which plans are read.
+
+    Raises:
+        PlanError: E150 to E154.
+    """
+    found = unsealed(text, FORMAT, "set", _adapter(), edited)
+    problem = next(
+        (f"{version(p)} refers to what is not there: {why}" for p in found.plans if (why := check_plan(p))), ""
+    )
+    problem = problem or _check(found)
+    if problem:
+        raise refuse("E154", f"the plans do not make a set: {problem}", "valid references", "this")
+    return found
+
+
+def _check(plans: PlanSet) -> str:
+    """What keeps plans from being a set; empty where nothing does."""
+    names = [rule.name for rule in plans.variants]
+    expected = [(v, b) for v in names or [""] for b in [entry.name for entry in plans.buckets] or [""]]
+    if [(plan.source.variant, plan.source.bucket) for plan in plans.plans] != expected:
+        return "there is not one plan for each variant and bucket, in order"
+    first = plans.plans[0]
+    for plan in plans.plans:
+        shared = ("mesh", "arena_bytes", "flag_slots", "streams", "transport", "dtype")
+        for what in shared:
+            if getattr(plan, what) != getattr(first, what):
+                return f"{version(plan)} and {version(first)} differ in {what}"
+    if any(name not in names for rule in plans.variants for name in rule.after):
+        return "a variant follows one that is not there"
+    return ""
+
+
+def load_plan_set(path: Path, edited: bool = False) -> PlanSet:
+    """``loads`` of a file. Raises PlanError, also E150 where the file can't be read."""
+    return loads(read_text(path), edited)

@@ -1,0 +1,147 @@
+"""Plans of one set, which follow one another on the same ranks, in one arena and one page of flags.
+
+Each is proven alone, over two replays. Then every pair of accesses in any allowed run of the set must be ordered, and
+every flag word reset in time. This is decided by few words, short runs of one replay a plan:
+
+- More plans between two others only add order: whatever holds for A and B next to each other holds for them anywhere.
+- A plan that orders all pairs of ranks puts everything before it before everything behind it. A plan that doesn't is
+  transparent, so that what is before it may still run beside what is behind it: words go through such plans, once
+  each, where no shorter word is allowed that says more.
+- A plan is closed if all its accesses come before the next replay of every rank, whichever plan that is of. If no other
+  plan uses its flag words, it needs no word with what follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from stepgraph.planner.diagnostics import Diagnostic
+from stepgraph.planner.plan import Collective, Drop, Load, Plan, Run, Send, Store
+from stepgraph.planner.verify.counterexample import Unordered
+from stepgraph.planner.verify.findings import first_of_each
+from stepgraph.planner.verify.order import Order, order_of
+from stepgraph.planner.verify.proof import Proof, collector_paused, examine
+from stepgraph.planner.verify.races import races
+from stepgraph.planner.verify.words import Uses, is_epoch, uses_of, words_of_many
+
+Follows = Mapping[str, tuple[str, ...]]
+"""By plan: what it may directly follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetProof:
+    alone: Mapping[str, Proof]
+    """Of each plan, followed by itself."""
+    successions: tuple[Diagnostic, ...]
+    """What is wrong between plans that are proven alone. There is no interleaving to these: a run is of one plan."""
+    closed: int
+    """Allowed successions of two plans that the first one's closing decides."""
+    words: int
+    """Words of two or more plans that were proven one by one, or refused."""
+
+    @property
+    def findings(self) -> tuple[Diagnostic, ...]:
+        return (*(found for proof in self.alone.values() for found in proof.findings), *self.successions)
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """What is known to be done when a rank, any of them, is through a plan."""
+
+    orders_all: bool
+    """Every rank has entered the plan, and so has left the one before."""
+    closed: bool
+    """And every access of every rank is done."""
+
+
+def _reach(order: Order) -> _Reach:
+    plan, ranks = order.plans[0], range(order.plans[0].world_size)
+    last = [0] * (len(ranks) * order.width)
+    """By chain: the position at which its last access is done."""
+    for rank, program in enumerate(plan.ranks):
+        for number, item in enumerate(program.instructions):
+            if isinstance(item, Load | Store | Run | Send | Collective | Drop):
+                chain = rank * order.width + item.stream
+                last[chain] = max(last[chain], order.started[rank][number] + isinstance(item, Collective))
+    clocks = [order.clocks[order.entered[rank][1]] for rank in ranks]
+    chains = [slice(rank * order.width, (rank + 1) * order.width) for rank in ranks]
+    orders_all = all(any(clock[mine]) for clock in clocks for mine in chains)
+    done = all(known >= position for clock in clocks for known, position in zip(clock, last, strict=True))
+    return _Reach(orders_all, orders_all and done)
+
+
+def _words(names: Sequence[str], follows: Follows, reach: Mapping[str, _Reach]) -> Iterator[tuple[str, ...]]:
+    """Every allowed word of different plans that are transparent but for the first and the last one, where no part of
+    it may be left out."""
+    then = {name: [other for other in names if name in follows.get(other, ())] for name in names}
+
+    def longer(word: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        for name in then[word[-1]]:
+            if name in word or any(name in then[earlier] for earlier in word[:-1]):
+                continue
+            yield (*word, name)
+            if not reach[name].orders_all:
+                yield from longer((*word, name))
+
+    for name in names:
+        yield from longer((name,))
+
+
+def _shared_epochs(plans: Mapping[str, Plan], uses: Mapping[int, Uses]) -> Iterator[Diagnostic]:
+    """A word that counts epochs counts those of one handshake."""
+    for (name, one), (other, two) in combinations(plans.items(), 2):
+        for word in sorted(uses[id(one)].keys() & uses[id(two)].keys()):
+            if is_epoch(one, uses[id(one)][word]) or is_epoch(two, uses[id(two)][word]):
+                yield Diagnostic(
+                    "E404",
+                    f"{name} and {other} both use flag {word[1]} of rank {word[0]}, which counts epochs",
+                    None,
+                    "words of its own for each handshake of a set",
+                    "one word",
+                    "give each plan of a set a range of flag slots",
+                )
+                break
+
+
+def _succession(word: Sequence[str], plans: Mapping[str, Plan], uses: Mapping[int, Uses]) -> Iterator[Diagnostic]:
+    order = order_of([plans[name] for name in word], word)
+    assert not order.stuck, "each plan comes to its end alone"
+    raced, _ = races(order)
+    for found in first_of_each([*words_of_many(order, uses), *raced], 1):
+        what = found.diagnostic if isinstance(found, Unordered) else found
+        hint = f"end {word[0]} with a handshake of all its ranks, and give each plan flag words of its own"
+        yield replace(what, message=f"at the succession {' -> '.join(word)}: {what.message}", hint=hint)
+
+
+@collector_paused()
+def prove_set(plans: Mapping[str, Plan], follows: Follows) -> SetProof:
+    """Prove plans that may follow one another; names are those of variants, or of variants and buckets. Successions
+    are looked at between plans that are proven alone. A plan must stand its own repetition, allowed or not."""
+    assert len({id(plan) for plan in plans.values()}) == len(plans), "a plan has one name"
+    alone: dict[str, Proof] = {}
+    reach: dict[str, _Reach] = {}
+    for name, plan in plans.items():
+        alone[name], order = examine(plan)
+        if alone[name].ok:
+            reach[name] = _reach(order)
+    sound = {name: plans[name] for name in reach}
+    uses = {id(plan): uses_of(plan) for plan in sound.values()}
+    found = list(_shared_epochs(sound, uses))
+    shared = {
+        name
+        for one, two in combinations(sound, 2)
+        if uses[id(sound[one])].keys() & uses[id(sound[two])].keys()
+        for name in (one, two)
+    }
+    sealed = {name for name in sound if reach[name].closed and name not in shared}
+    allowed = [(one, two) for two in sound for one in follows.get(two, ()) if one in sound]
+    words = [word for word in _words(list(sound), follows, reach) if word[0] not in sealed]
+    for word in words:
+        found += _succession(word, sound, uses)
+    return SetProof(alone, tuple(found), sum(one in sealed for one, _ in allowed), len(words))
