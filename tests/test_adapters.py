@@ -1,6 +1,5 @@
 """Models of diffusers as plans: the sharded output is that of the model's own forward."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,41 +18,11 @@ from stepgraph.planner.diagnostics import StepgraphError
 from stepgraph.planner.schedule import load_schedule, read_schedule, schedule_path
 from stepgraph.runtime.compare import Tap
 from stepgraph.runtime.session import Session
-from stepgraph.runtime.wrap import Wrapped, bind
+from stepgraph.runtime.wrap import bind
 from stepgraph.tools import cli
 
-from support.tiny import FAMILIES, Call, Tiny, in_dtype, with_dtype
-
-ROUNDINGS = 4.0
-"""How many times as far from float64 as the model's own float32 forward a sharded one may be."""
-
-
-def wrapped(tiny: Tiny, model: torch.nn.Module, ranks: int, **more: Any) -> Wrapped:
-    return stepgraph.wrap(
-        model, tiny.schedule, ranks=ranks, device="cpu", overrides=stepgraph.settings_of(model), **more
-    )
-
-
-def doubled(call: Call) -> Call:
-    return {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in call.items()
-    }
-
-
-def own(model: torch.nn.Module, call: Call) -> Tensor:
-    with torch.no_grad():
-        (sample,) = model(**call, return_dict=False)
-    assert isinstance(sample, Tensor)
-    return sample
-
-
-def roundings(model: torch.nn.Module, call: Call, got: Tensor) -> float:
-    """The largest distance of ``got`` from the model's forward in float64, over that of its forward in float32."""
-    want = own(copy.deepcopy(model).double(), doubled(call))
-    error = (own(model, call) - want).abs().max()
-    assert 0 < error < 1e-4 * want.abs().max()
-    return float((got - want).abs().max() / error)
+from support.parity import ROUNDINGS, measured, own, wrapped
+from support.tiny import FAMILIES, Call
 
 
 def outputs_of_every_rank(session: Session, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -71,35 +40,14 @@ def outputs_of_every_rank(session: Session, inputs: dict[str, Tensor]) -> list[T
 @pytest.mark.parametrize("name", FAMILIES)
 def test_sharded_equals_the_models_own_forward(name: str, ranks: int, uneven: bool) -> None:
     """CASES 24, 25, 26: text is replicated or sharded as its schedule says, its length counts, lengths are any."""
-    tiny = FAMILIES[name]
-    model, call = tiny.made(), tiny.call(uneven)
-    sharded = wrapped(tiny, model, ranks, seed=ranks)
-    got = sharded(**call).sample
-    assert roundings(model, call, got) <= ROUNDINGS
-    (session,) = sharded.sessions.values()
-    assert session.report.ok, session.report
-    assert (session.report.movements_checked > 0) == (ranks > 1)
-    again = sharded(**call, return_dict=False)
-    assert isinstance(again, tuple)
-    assert torch.equal(again[0], got)
-    sharded.close()
+    assert measured(FAMILIES[name], torch.float32, ranks, uneven) <= ROUNDINGS[torch.float32]
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_bfloat16_models_round_as_their_own_forward_does(name: str) -> None:
+def test_bfloat16_models_round_as_their_own_forward_does(name: str, ranks: int) -> None:
     """With the dtypes that a model has when it is read from a hub: on one rank the same bits."""
-    tiny = FAMILIES[name]
-    model, call = in_dtype(tiny.made(), torch.bfloat16), with_dtype(tiny.call(True), torch.bfloat16)
-    want = own(copy.deepcopy(model).double(), doubled(call))
-    mine = own(model, call)
-    assert mine.dtype is torch.bfloat16
-    error = (mine.double() - want).abs().max()
-    for ranks in (1, 4):
-        got = wrapped(tiny, model, ranks)(**call).sample
-        assert got.dtype is torch.bfloat16
-        assert (got.double() - want).abs().max() <= 1.5 * error
-        if ranks == 1:
-            assert torch.equal(got, mine)
+    assert measured(FAMILIES[name], torch.bfloat16, ranks, True) <= ROUNDINGS[torch.bfloat16]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

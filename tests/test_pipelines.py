@@ -8,21 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-import stepgraph
-
 pytest.importorskip("diffusers")
 
-from stepgraph.runtime.wrap import Wrapped
-
+from support.parity import wrapped
 from support.tiny import FAMILIES, Tiny
 
 STEPS = 4
-
-
-def wrapped(tiny: Tiny, model: Module, ranks: int = 2) -> Wrapped:
-    return stepgraph.wrap(
-        model, tiny.schedule, ranks=ranks, device="cpu", overrides=stepgraph.settings_of(model), seed=ranks
-    )
 
 
 def schedulers() -> dict[str, Callable[[], Any]]:
@@ -58,7 +49,7 @@ def test_schedulers_of_diffusers(scheduler: str) -> None:
     model = tiny.made()
     with torch.no_grad():
         want = loop(model, make())
-    sharded = wrapped(tiny, model)
+    sharded = wrapped(tiny, model, ranks=2)
     got = loop(sharded, make())
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
     assert [session.report.replays for session in sharded.sessions.values()] == [STEPS, STEPS]
@@ -70,7 +61,7 @@ def test_no_stage_draws_random_numbers(name: str) -> None:
     """CASES 15: noise is the loop's; what a step computes draws none that a replay could freeze."""
     tiny = FAMILIES[name]
     model = tiny.made().train()
-    sharded = wrapped(tiny, model)
+    sharded = wrapped(tiny, model, ranks=2)
     before = torch.get_rng_state()
     first, second = (sharded(**tiny.call(True)).sample for _ in range(2))
     assert torch.equal(first, second)
