@@ -15,6 +15,7 @@ def footprint(plan: Plan) -> int:
 
 def _of_rank(plan: Plan, program: RankProgram) -> int:
     fixed = now = most = 0
+    states = plan.state_buffers  # which outlive the captured step
     there: set[int] = set()
     for item in program.instructions:
         if isinstance(item, Load):
@@ -29,7 +30,7 @@ def _of_rank(plan: Plan, program: RankProgram) -> int:
             now -= program.buffers[item.buffer].nbytes
         elif isinstance(item, Run | Collective):
             for made in _makes(program, item):
-                if made >= len(plan.targets) and made not in there:
+                if made >= len(plan.targets) and made not in there and made not in states:
                     there.add(made)
                     now += program.buffers[made].nbytes
             most = max(most, now)

@@ -28,6 +28,7 @@ from stepgraph.runtime.cpu_memory import (
     RankBlock,
     RankMemory,
     Report,
+    Unread,
     describe,
     fresh_clock,
 )
@@ -62,8 +63,10 @@ class World:
             for plan, base in zip(plans, bases, strict=False)
         ]
         """Of each plan, by rank."""
+        self.unread: dict[tuple[int, int], Unread] = {}
         self.movements = [
-            Movements(plan, memories, self.report) for plan, memories in zip(plans, self.memories, strict=True)
+            Movements(plan, memories, self.report, self.unread)
+            for plan, memories in zip(plans, self.memories, strict=True)
         ]
         self.clocks = [fresh_clock(self.chains) for _ in range(self.chains)]
         self.history: list[list[tuple[int, str]]] = [[] for _ in range(self.chains)]
@@ -97,10 +100,7 @@ class World:
         Raises:
             StepgraphError: E604 where an earlier run was left in the middle of a step.
         """
-        if not all(queues.idle for queues in self.queues):
-            raise StepgraphError(
-                [Diagnostic("E604", "an earlier step has not finished", None, "a new session", "this one")]
-            )
+        self._need_idle()
         pace = [self.random.choice((1, 1, 4, 16)) for _ in range(self.chains)]  # some chains are slow
         results: list[object] = [None] * len(loops)
         hosts: list[HostLoop | None] = list(loops)
@@ -190,6 +190,25 @@ class World:
         message = f"rank {rank} can't take its turn on stream {self.streams[stream]}"
         hint = "give the run as many --steps as the interleaving has replays"
         raise InterleavingError([Diagnostic("E613", message, None, "an instruction that can run", at, hint)])
+
+    def reset_state(self) -> None:
+        """Zero the states of all ranks.
+
+        Raises:
+            StepgraphError: E604 where an earlier run was left in the middle of a step.
+        """
+        self._need_idle()
+        for memories in self.memories:
+            for memory in memories:
+                memory.reset_state()
+        for key in [key for key in self.unread if key[1] < 0]:  # which are states
+            del self.unread[key]
+
+    def _need_idle(self) -> None:
+        if not all(queues.idle for queues in self.queues):
+            raise StepgraphError(
+                [Diagnostic("E604", "an earlier step has not finished", None, "a new session", "this one")]
+            )
 
     def close(self) -> None:
         """Nothing outlives the process's own memory."""

@@ -192,10 +192,10 @@ class RankQueues:
         conflict, unwritten = shadow.read(chain, int(clock[chain]), clock)
         if conflict is not None:
             self.world.conflict(self.program.buffers[buffer], self.rank, conflict)
-        if unwritten and region.rows and region.cols:
+        if unwritten and region.rows and region.cols and buffer not in self.memory.states:
             name = self.program.buffers[buffer].name
             self.world.report.fault("unwritten", f"rank {self.rank} reads {name}, which nobody has written")
-        if shadow.lost(self.memory.base + buffer):
+        if shadow.lost(self.memory.label(buffer)):
             name = self.program.buffers[buffer].name
             self.world.report.fault("overwritten", f"rank {self.rank} reads {name}, over which another was written")
 
@@ -204,7 +204,7 @@ class RankQueues:
         chain = self.chain(stream)
         clock, shadow = self.world.clocks[chain], self.memories[owner].shadow(buffer, region)
         conflict = shadow.write(chain, int(clock[chain]), clock)
-        shadow.holds[...] = self.memory.base + buffer
+        shadow.holds[...] = self.memory.label(buffer)
         if conflict is not None:
             self.world.conflict(self.plan.ranks[owner].buffers[buffer], owner, conflict)
 
@@ -256,6 +256,8 @@ class RankQueues:
             results = call_stage(self.plan, self.rank, run, stage, [self.memory.view(view) for view in inputs])
             for buffer, result in results:
                 self.allocate(run.stream, buffer, result)
+                if buffer in self.memory.states:
+                    self.movements.made_anew(self.rank, buffer)
             for view in outputs:
                 self.write(run.stream, view.buffer, view.region)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.kernels.stages import StageMaker
 from stepgraph.planner.diagnostics import CapabilityError, Diagnostic
 from stepgraph.planner.plan import Collective, Plan, Signal
@@ -147,14 +148,28 @@ class CudaBackend:
         except group.SelfTestError:
             self._let_go()
             raise
+        with torch.cuda.stream(self.streams[0]):
+            self._zero_states()  # which the steps so far have written
         self._meet()
 
     def _prepared(self, transport: Transport, memory: PeerMemory) -> list[CudaStep]:
         found = []
+        states = self._states()
         for plan, stages in zip(self.plans, self.stages, strict=True):
             groups = {number: self.groups[members] for number, members in enumerate(plan.groups)}
-            site = RankSite(plan, self.rank, memory, self.streams, self.rescue, groups)
+            site = RankSite(plan, self.rank, memory, self.streams, self.rescue, groups, states)
             found.append(CudaStep(site, transport.channel(site), stages))
+        return found
+
+    def _states(self) -> dict[str, Tensor]:
+        """The states that only this rank writes, zeroed: of all plans, and of every capture of each."""
+        found: dict[str, Tensor] = {}
+        for plan in self.plans:
+            for state in plan.states:
+                box = plan.ranks[self.rank].buffers[state.buffer]
+                if state.buffer >= len(plan.targets) and state.name not in found:
+                    shape, dtype = (box.batch, box.rows, box.cols), torch_dtype(box.dtype)
+                    found[state.name] = torch.zeros(shape, dtype=dtype, device=self.device)
         return found
 
     def _rehearse(self) -> None:
@@ -268,6 +283,25 @@ class CudaBackend:
                 self.steps[other].evict()
             group.together("capturing the step", step.capture)
         return step
+
+    def reset_state(self) -> None:
+        """Zero this rank's states behind all that it was told to do. A peer's next step may send into them: all meet
+        when they are zero."""
+        with self.one_at_a_time:
+            caller, origin = torch.cuda.current_stream(self.device), self.streams[0]
+            origin.wait_stream(caller)
+            if self.taken is not None:
+                origin.wait_event(self.taken)
+            with torch.cuda.stream(origin), torch.no_grad():
+                self._zero_states()
+            caller.wait_stream(origin)
+            if not self.solo:
+                self._meet()
+
+    def _zero_states(self) -> None:
+        """On the current stream."""
+        for step in self.steps:
+            step.worker.reset_state()
 
     def run(self, loops: Sequence[HostLoop], views: bool) -> list[object]:
         """Run this rank's host loop to its end."""

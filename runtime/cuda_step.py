@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class CudaStep:
         waits. Loads every kernel and warms every library handle while no wait depends on a peer."""
         site, block = self.site, self.site.memory.local
         alone = PeerMemory(block, (block.data_ptr(),) * self.plan.world_size, None)
-        there = RankSite(self.plan, site.rank, alone, site.streams, site.rescue, site.groups)
+        there = replace(site, memory=alone)
         rehearsal = MappedChannel(there, answers=True)
         self.worker.channel, self.worker.alone = rehearsal, True
         rehearsal.release()  # what may be needed while a wait is pending is warm too

@@ -54,6 +54,9 @@ class Backend(Protocol):
     def run(self, loops: Sequence[HostLoop], views: bool) -> list[object]:
         """Run one host loop for each of ``ranks``; with ``views`` it is sent outputs that the next step changes."""
 
+    def reset_state(self) -> None:
+        """Zero every state of ``ranks``, behind the last step and before the next one of any rank."""
+
     def close(self) -> None: ...
 
 
@@ -171,6 +174,12 @@ class Session:
         if outputs not in ("copy", "view"):
             raise SessionError([_wrong_argument("outputs", "'copy' or 'view'", repr(outputs))])
         return CapturedStep(self, outputs == "view", self.plans.index(variant, bucket))
+
+    def reset_state(self) -> None:
+        """Zero the plan's states, as before the first step. On cuda every rank calls it, between the same two steps:
+        what is zeroed lies behind the last step and the caller's current stream, and no rank goes on before all have
+        zeroed theirs."""
+        self.backend.reset_state()
 
     def follow(self, interleaving: Interleaving) -> None:
         """On cpu: let ranks take these turns first, from the next step on.

@@ -127,6 +127,7 @@ class Draft:
             ops=tuple(self.ops),
             exchanges=tuple(self.exchanges),
             targets=tuple(targets),
+            states=(),
             arena_bytes=max((t.offset + t.nbytes for t in targets), default=0),
             arena_lower_bound=0,
             flag_slots=len(self.exchanges) * len(self.rows),

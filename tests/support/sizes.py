@@ -22,6 +22,8 @@ def small_schedule(name: str, **more: str) -> Schedule:
     else:
         settings |= {f"shape.seq.{segment}": str(21 - 8 * index) for index, (segment, _) in enumerate(found.segments)}
     settings |= {f"sizes.{size}": "2" if size.endswith("_layers") else "20" for size, _ in found.own_sizes}
+    rows = {"cache": "29", "kv": "27", "past": "5"}
+    settings |= {f"shape.{name}": rows[name] for name, _ in found.more_sizes}
     settings |= {key.replace("__", "."): value for key, value in more.items()}
     return load_schedule(PLANS / f"{name}.yaml", tuple(settings.items()))
 
