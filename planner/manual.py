@@ -334,4 +334,10 @@ CODES: dict[str, Entry] = {
         "Some classes of diffusers are bound by stepgraph; for another the author says what each op computes.",
         "docs/bindings.md shows how to write a binding.",
     ),
+    "E623": Entry(
+        "a compiled stage that changes numbers",
+        "A stage that went through torch.compile was held against itself on random numbers before it is used, and "
+        "differs by more than roundings.",
+        "Take the op out of `compiled`.",
+    ),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,18 @@ from stepgraph.runtime.adapters.family import (
 from stepgraph.runtime.session import CapturedStep, DeviceName, Session
 
 
-def bind(model: Module, plan: Plan | PlanSet, binding: Binding | None = None) -> BoundStages:
+def bind(
+    model: Module, plan: Plan | PlanSet, binding: Binding | None = None, compiled: Sequence[str] = ()
+) -> BoundStages:
     """The stages of a plan, or of all plans of a set, computed by a module with its own weights: hand it to ``Session``
-    as ``stages``. Without a ``binding`` the module is of a class of diffusers that stepgraph knows.
+    as ``stages``. Without a ``binding`` the module is of a class of diffusers that stepgraph knows. ``compiled`` names
+    ops whose stages go through torch.compile; each is held against the stage itself when a session makes it (E623).
 
     Raises:
         BindingError: E620 with every mismatch between the schedule and the module; E622 for a class without a binding.
     """
     plans = plan.plans if isinstance(plan, PlanSet) else (plan,)
-    return BoundStages(binding or family_of_model(model).binding, model, plans)
+    return BoundStages(binding or family_of_model(model).binding, model, plans, compiled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +62,14 @@ class Wrapped(Module):
         overrides: Mapping[str, str | int] | None = None,
         seed: int = 0,
         eager: bool = False,
+        compiled: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self.family = family_of_model(model)
         self.schedule, self.overrides = schedule_path(str(schedule)), dict(overrides or {})
         self.ranks, self.on, self.seed, self.eager = ranks, device, seed, eager
+        self.compiled = tuple(compiled)
         self.sessions: dict[tuple[tuple[str, int | str], ...], Session] = {}
         """By the lengths of their calls."""
         self.steps: dict[tuple[tuple[str, int | str], ...], CapturedStep] = {}
@@ -108,7 +113,8 @@ class Wrapped(Module):
         if key not in self.steps:
             family_of_model(self.model)  # nothing was changed since the last session that the plan does not compute
             plan = self.plan_for(lengths)
-            session = Session(plan, self.on, self.seed, bind(self.model, plan), self.eager)
+            stages = bind(self.model, plan, compiled=self.compiled)
+            session = Session(plan, self.on, self.seed, stages, self.eager)
             self.sessions[key], self.steps[key] = session, session.capture()
         return self.steps[key]
 
@@ -139,15 +145,17 @@ def wrap(
     overrides: Mapping[str, str | int] | None = None,
     seed: int = 0,
     eager: bool = False,
+    compiled: Sequence[str] = (),
 ) -> Wrapped:
     """A module that takes the model's place: ``pipe.transformer = stepgraph.wrap(pipe.transformer, "wan_14b_u4")``.
 
     ``schedule`` is a path or a shipped schedule's name, ``overrides`` sets values of it by dotted path. Lengths come
     from each call. On cpu ``ranks`` run in this process, by default as many as the schedule's mesh has; on cuda the
     process group's ranks do, and each calls the model with the same arguments. Close it before the process group.
+    ``compiled`` is as in ``bind``.
 
     Raises:
         BindingError: E622 for a class that stepgraph has no binding for; E620 for a module that was changed in a way
             that the schedule has no op for. ScheduleError: E100.
     """
-    return Wrapped(model, schedule, ranks, device, overrides, seed, eager)
+    return Wrapped(model, schedule, ranks, device, overrides, seed, eager, compiled)

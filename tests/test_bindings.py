@@ -1,6 +1,7 @@
 """Bindings of modules of the user's own: the page about them, and what is checked. Needs no diffusers."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 import stepgraph
 from stepgraph.planner.diagnostics import StepgraphError
+from stepgraph.runtime.bindings import Described
 from stepgraph.runtime.inputs import random_inputs
 
 PAGE = (Path(__file__).parents[1] / "docs" / "bindings.md").read_text()
@@ -93,3 +95,64 @@ def test_a_stage_that_makes_something_else_is_told(page: dict[str, Any]) -> None
         ):
             session.capture()(**random_inputs(plan, 0))
         assert re.search(told, str(error.value)), str(error.value)
+
+
+# Compiled stages (CASES 33)
+
+
+@pytest.fixture
+def bf16(page: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
+    plan = stepgraph.compile("quickstart", {"shape.seq": 13, "model.dtype": "bfloat16", "mesh.ulysses": 2})
+    return page["Model"](layers=2).bfloat16(), plan
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
+def test_a_compiled_stage_gives_its_own_numbers(page: dict[str, Any]) -> None:
+    plan = stepgraph.compile("quickstart", {"shape.seq": 13, "mesh.ulysses": 2})
+    inputs = random_inputs(plan, 0)
+    found = []
+    for compiled in ((), ("self_attention.residual",)):
+        bound = stepgraph.bind(page["model"], plan, page["BINDING"], compiled)
+        with torch.no_grad(), stepgraph.Session(plan, device="cpu", stages=bound) as session:
+            found.append(session.capture()(**inputs))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_stage_with_other_numbers_is_refused(
+    page: dict[str, Any], bf16: tuple[torch.nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the compiler that is wrong in the second layer only."""
+    model: Any
+    model, plan = bf16
+    seen: list[object] = []
+
+    def compiler(function: Any, **options: object) -> Any:
+        def wrong(module: Any, *tensors: torch.Tensor) -> torch.Tensor:
+            seen.append(module)
+            result: torch.Tensor = function(module, *tensors)
+            return 1.1 * result if module is model.layers[1] else result
+
+        return wrong
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    bound = stepgraph.bind(model, plan, page["BINDING"], ["self_attention.norm2"])
+    with pytest.raises(StepgraphError, match=r"E623: the compiled stage of self_attention.norm2\[1\]") as error:
+        stepgraph.Session(plan, device="cpu", stages=bound)
+    assert model.layers[0] in seen
+    assert "from the stage itself" in str(error.value)
+
+
+def test_ranks_with_other_compiled_stages_are_told_apart(
+    page: dict[str, Any], bf16: tuple[torch.nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a group compares before it makes anything (E607) differs."""
+    model, plan = bf16
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    bound = [
+        stepgraph.bind(model, plan, page["BINDING"], names)
+        for names in ((), ("self_attention.norm2",), ("self_attention.norm",))
+    ]
+    assert all(isinstance(one, Described) for one in bound)
+    assert len({one.description() for one in bound}) == 3
+    with pytest.raises(StepgraphError, match=r"E620: no stage to compile is called self_attention.norm3"):
+        stepgraph.bind(model, plan, page["BINDING"], ["self_attention.norm3"])

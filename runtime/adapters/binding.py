@@ -52,8 +52,9 @@ class Binding:
 class BoundStages:
     """A stage maker: the functions of a binding over a module, whose own tensors are the weights."""
 
-    def __init__(self, binding: Binding, model: Module, plans: Sequence[Plan]) -> None:
-        """``plans`` are the versions of one schedule's step, which together run every layer.
+    def __init__(self, binding: Binding, model: Module, plans: Sequence[Plan], compiled: Sequence[str] = ()) -> None:
+        """``plans`` are the versions of one schedule's step, which together run every layer; ``compiled`` names the ops
+        whose functions go through torch.compile.
 
         Raises:
             BindingError: E620 with every mismatch between the schedule and the module.
@@ -61,9 +62,12 @@ class BoundStages:
         self.binding, self.model = binding, model
         self.layers = {name: tuple(modules(model)) for name, modules in binding.blocks.items()}
         self.numbers = _numbers(plans)
-        problems = [*_wrong_stages(self, plans), *_wrong_sizes(self, plans[0])]
+        problems = [*_wrong_stages(self, plans), *_wrong_sizes(self, plans[0]), *_not_stages(binding, compiled)]
         if problems:
             raise BindingError(problems)
+        self.compiled: dict[str, StageFunction] = {
+            name: torch.compile(binding.stages[name], dynamic=False) for name in sorted(compiled)
+        }
         self.without_weights = MadeUpStages()
 
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
@@ -72,11 +76,26 @@ class BoundStages:
     def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
         return self.model.named_buffers()
 
+    def description(self) -> str:
+        """What ranks of one group have alike."""
+        names = ", ".join(self.compiled) or "nothing"
+        return f"the binding {self.binding.name} over a {type(self.model).__name__}, compiled: {names}"
+
     def __call__(self, plan: Plan, rank: int, run: Run) -> Stage:
+        """The stage of a ``Run``.
+
+        Raises:
+            CompiledStageError: E623 where a compiled one gives other numbers.
+        """
         op = plan.ops[run.op]
         if op.name not in self.binding.stages:
             return self.without_weights(plan, rank, run)
         function, module = self.binding.stages[op.name], self._module(op)
+        if op.name in self.compiled:
+            from stepgraph.runtime.adapters.compiled import check_parity
+
+            plain, function = function, self.compiled[op.name]
+            check_parity(plan, rank, run, module, plain, function)
         changed = [run.inputs.index(view) for view in run.outputs if view in run.inputs]
         program = plan.ranks[rank]
         made = program.made_by(run)
@@ -141,6 +160,16 @@ def _wrong_stages(bound: BoundStages, plans: Sequence[Plan]) -> list[Diagnostic]
         if name not in ops
     ]
     return problems
+
+
+def _not_stages(binding: Binding, compiled: Sequence[str]) -> list[Diagnostic]:
+    """Names under ``compiled`` that are no stages."""
+    known = binding.stages
+    return [
+        Diagnostic("E620", f"no stage to compile is called {name}", None, "a stage", f"'{name}'", nearest(name, known))
+        for name in compiled
+        if name not in known
+    ]
 
 
 def _wrong_sizes(bound: BoundStages, plan: Plan) -> list[Diagnostic]:
