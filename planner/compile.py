@@ -22,7 +22,6 @@ from stepgraph.planner.plan_set import (
     BucketSizes,
     PlanSet,
     VariantRule,
-    differing_state,
     share_memory,
     state_uses,
 )
@@ -153,21 +152,11 @@ def compile_set(schedule: Schedule, progress: Callable[[str], None] = lambda _: 
 
 
 def _check_states(schedule: Schedule, plans: list[Plan]) -> None:
-    """A state is one tensor of all versions: of one shape, read by some and written by some.
+    """A state is read by some version and written by some.
 
     Raises:
-        ScheduleError: E204, E202.
+        ScheduleError: E202.
     """
-    differing = differing_state(plans)
-    if differing is not None:
-        name, one, two = differing
-        place = schedule.tree.place(("state", name.partition("[")[0], "shape"))
-        problem, got = (
-            f"the state '{name}' has several shapes",
-            f"others in {version_name(one.source)} and {version_name(two.source)}",
-        )
-        hint = "give it the largest, and let `keys` count the rows that attention reads"
-        raise ScheduleError([Diagnostic("E204", problem, place, "one shape in all versions", got, hint)])
     uses = [state_uses(plan) for plan in plans]
     for name in schedule.state:
         for number, what in enumerate(("read", "written")):

@@ -24,6 +24,7 @@ from stepgraph.planner.plan import (
     Run,
     Send,
     Signal,
+    State,
     Store,
     Wait,
 )
@@ -126,7 +127,9 @@ def choose(name: str, variants: Sequence[str], buckets: Sequence[str], variant: 
 
 def alone(plan: Plan) -> PlanSet:
     """A plan without other versions, as a set."""
-    return PlanSet(plan.name, (), (), (plan,))
+    variant, bucket = plan.source.variant, plan.source.bucket
+    variants = (VariantRule(variant, (variant,)),) if variant else ()
+    return PlanSet(plan.name, variants, (BucketSizes(bucket, ()),) if bucket else (), (plan,))
 
 
 def version(plan: Plan) -> str:
@@ -193,9 +196,14 @@ def differing_state(plans: Sequence[Plan]) -> tuple[str, Plan, Plan] | None:
     return None
 
 
+def declared(state: State) -> str:
+    """The name under which a schedule has a state, without its layer and bucket."""
+    return state.name.partition("@")[0].partition("[")[0]
+
+
 def state_uses(plan: Plan) -> tuple[frozenset[str], frozenset[str]]:
     """The names of the states that a plan reads, and of those that it writes."""
-    names = {state.buffer: state.name.partition("[")[0] for state in plan.states}
+    names = {state.buffer: declared(state) for state in plan.states}
     read: set[int] = set()
     written: set[int] = set()
     for program in plan.ranks:
