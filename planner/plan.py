@@ -78,7 +78,7 @@ class Buffer:
     rows: int
     cols: int
     stream: int
-    """The stream on which a local buffer is allocated; 0 for targets."""
+    """The stream on which a local buffer is allocated; 0 for targets and states."""
 
     @property
     def nbytes(self) -> int:

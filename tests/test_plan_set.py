@@ -11,6 +11,7 @@ import torch
 
 from stepgraph.kernels.unsharded import Unsharded
 from stepgraph.planner import plan_set as sets
+from stepgraph.planner.buckets import BucketMissError, Match, match
 from stepgraph.planner.compile import compile_schedule, compile_set
 from stepgraph.planner.diagnostics import PlanError, ScheduleError, StepgraphError
 from stepgraph.planner.plan import Signal
@@ -292,3 +293,30 @@ def test_run_walks_through_a_set(tmp_path: Path) -> None:
     assert stats["hits"] + stats["misses"] == sum(found["taken"].values()) == 12
     assert sum(stats["captured"].values()) == stats["planned_bytes"] <= 9000
     assert command("run", source, "--device", "cpu", "--steps", "2", "--bucket", "tiny")[1]["movement_exact"]
+
+
+# From a request to a bucket
+
+
+def test_requests_take_the_bucket_of_their_sizes(plans: PlanSet) -> None:
+    assert match(plans, {"seq": 14, "batch": 1}) == Match("wide", {})
+    assert match(plans, {"seq": 10}) == Match("small", {})
+    assert match(plans, {"seq": 10, "batch": 2}) == Match("twice", {})
+    assert match(plans, {"seq": 11, "batch": 1}, pad=["seq"]) == Match("wide", {"seq": 3})
+    assert match(plans, {"seq": 2, "batch": 2}, pad=["seq"]) == Match("twice", {"seq": 8})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pad", "reason"),
+    [
+        ({"seq": 11, "batch": 1}, [], r"as large as the request in seq[\s\S]*the bucket 'wide' takes it with 1.27 x"),
+        ({"seq": 99, "batch": 1}, ["seq"], r"seq 99 is more than 14[\s\S]*open a new session"),
+        ({"seq": 14, "batch": 2}, ["seq"], r"no bucket is as large in all sizes at once"),
+        ({"sek": 14}, [], r"no size of the buckets of variants is called 'sek'"),
+    ],
+)
+def test_a_miss_tells_its_reason_and_its_cost(
+    plans: PlanSet, sizes: dict[str, int], pad: list[str], reason: str
+) -> None:
+    with pytest.raises(BucketMissError, match=reason):
+        match(plans, sizes, pad)
