@@ -115,16 +115,17 @@ class _Walk:
                 continue
             self.leads[name] = self.lead(spec.shape)
             for tensors, kept in zip(self.branches, self.model.states, strict=True):
-                if name + key not in kept:
+                where = name + key + self.schedule.state_suffix(name)
+                if where not in kept:
                     shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
-                    kept[name + key] = torch.zeros(shape, dtype=self.model.dtype, device=self.model.weights.device)
-                tensors[name] = kept[name + key]
+                    kept[where] = torch.zeros(shape, dtype=self.model.dtype, device=self.model.weights.device)
+                tensors[name] = kept[where]
 
     def store(self, per: str, key: str) -> None:
         """Keep what their names mean now."""
         for name in (name for name, spec in self.schedule.state.items() if spec.per == per):
             for tensors, kept in zip(self.branches, self.model.states, strict=True):
-                kept[name + key] = tensors[name]
+                kept[name + key + self.schedule.state_suffix(name)] = tensors[name]
 
     def items(self, items: Iterable[Item], layer: int | None, suffix: str) -> None:
         for item in items:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,6 @@ from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.plan_set import BucketSizes, PlanSet, VariantRule, share_memory
 from stepgraph.planner.schedule import Schedule, version_name
 from stepgraph.planner.streams import order, verify_streams
-from stepgraph.planner.values import Memory
 
 log = logging.getLogger("stepgraph")
 Level = TypeVar("Level")
@@ -96,18 +95,9 @@ def _all_read(schedule: Schedule, read: set[str]) -> None:
 
 
 def _check_states(schedule: Schedule, versions: Sequence[OpGraph]) -> None:
-    """A state is one tensor of all versions: of one shape, read by some and written by some."""
-    seen: dict[str, tuple[Memory, str]] = {}
+    """A state is read by some version and written by some."""
     used: dict[str, set[str]] = {"read": set(), "written": set()}
     for graph in versions:
-        name = version_name(graph.schedule)
-        for memory in (graph.memories[index] for index in graph.states):
-            other, elsewhere = seen.setdefault(memory.state, (memory, name))
-            if other != memory:
-                place = schedule.tree.place(("state", memory.name, "shape"))
-                problem, got = f"the state '{memory.name}' has several shapes", f"others in {elsewhere} and {name}"
-                hint = "give it the largest, and let `keys` count the rows that attention reads"
-                raise ScheduleError([Diagnostic("E204", problem, place, "one shape in all versions", got, hint)])
         for node in graph.nodes:
             for what, values in (("read", [value for _, value in node.inputs]), ("written", node.outputs)):
                 touched = (graph.memories[graph.values[value].memory] for value in values)
@@ -167,6 +157,11 @@ def compile_set(schedule: Schedule, progress: Callable[[str], None] = lambda _: 
     return PlanSet(
         schedule.name,
         tuple(VariantRule(variant.name, variant.after) for variant in schedule.variants),
-        tuple(BucketSizes(bucket.name, bucket.sizes) for bucket in schedule.buckets),
+        tuple(_bucket_sizes(schedule)),
         share_memory(plans),
     )
+
+
+def _bucket_sizes(schedule: Schedule) -> Iterator[BucketSizes]:
+    for version in schedule.versions()[: len(schedule.buckets)]:
+        yield BucketSizes(version.bucket, (("batch", version.batch), *version.segments, *version.more_sizes))

@@ -304,6 +304,12 @@ CODES: dict[str, Entry] = {
         "loop has ended.",
         "Write it again with `stepgraph verify PLAN --counterexample FILE`; give the run enough --steps.",
     ),
+    "E615": Entry(
+        "a request that no bucket takes",
+        "The shapes of a plan set are known ahead. A request takes the bucket of its sizes, or one that is larger in "
+        "sizes that may be padded.",
+        "Pad the request, or add a bucket to the schedule.",
+    ),
     "E614": Entry(
         "a variant out of turn",
         "A variant comes only after those that its `after` names; the first variant begins a request, and may come "

@@ -45,7 +45,7 @@ class BucketSizes:
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
     name: str
     sizes: tuple[tuple[str, int], ...]
-    """Those that the schedule gives for it."""
+    """All sizes of its `shape`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,9 @@ def choose(name: str, variants: Sequence[str], buckets: Sequence[str], variant: 
 
 def alone(plan: Plan) -> PlanSet:
     """A plan without other versions, as a set."""
-    return PlanSet(plan.name, (), (), (plan,))
+    variant, bucket = plan.source.variant, plan.source.bucket
+    variants = (VariantRule(variant, (variant,)),) if variant else ()
+    return PlanSet(plan.name, variants, (BucketSizes(bucket, ()),) if bucket else (), (plan,))
 
 
 def version(plan: Plan) -> str:

@@ -257,6 +257,8 @@ class Schedule:
     variant: str = ""
     bucket: str = ""
     """Which version of several this one is."""
+    varying: frozenset[str] = frozenset()
+    """The sizes that buckets give values for."""
 
     @property
     def in_set(self) -> bool:
@@ -285,9 +287,14 @@ class Schedule:
                     buckets=(),
                     variant=variant.name if variant else "",
                     bucket=bucket.name if bucket else "",
+                    varying=frozenset(name for bucket in self.buckets for name, _ in bucket.sizes),
                 )
                 found.append(version)
         return tuple(found)
+
+    def state_suffix(self, name: str) -> str:
+        """What stands behind a state's name where every bucket has one of its own: those whose shape varies."""
+        return f"@{self.bucket}" if self.bucket and self.varying & set(self.state[name].shape) else ""
 
     def axis(self, name: str) -> int:
         """Size of a mesh axis; 1 for one that the mesh lacks."""

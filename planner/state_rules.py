@@ -76,7 +76,7 @@ class States:
             memory_for(name, form, placement, self.e.schedule),
             space=Space.TARGET if target else Space.STATE,
             dtype=spec.dtype or self.e.schedule.model.dtype,
-            state=key,
+            state=key + self.e.schedule.state_suffix(name),
             axis="ulysses" if target else "",
         )
         self.memories[key] = self.e.memory(memory)

@@ -11,6 +11,7 @@ import torch
 
 from stepgraph.kernels.unsharded import Unsharded
 from stepgraph.planner import plan_set as sets
+from stepgraph.planner.buckets import BucketMissError, Match, match
 from stepgraph.planner.compile import compile_schedule, compile_set
 from stepgraph.planner.diagnostics import PlanError, ScheduleError, StepgraphError
 from stepgraph.planner.plan import Signal
@@ -102,8 +103,12 @@ def test_any_order_of_versions_gives_what_the_unsharded_model_gives(handshake: s
         session.drive(loop)
         assert session.report.ok, (session.report.races[:3], session.report.faults[:3])
         assert session.report.replays == len(order)
+    models = {version: Unsharded(schedule_of(plans.plan(*version)), 3) for version in set(order)}
+    states = models[order[0]].states
+    for model in models.values():
+        model.states = states
     for version, given, *outputs in zip(order, inputs, *seen.values(), strict=True):
-        (want,) = Unsharded(schedule_of(plans.plan(*version)), 3)(given)
+        (want,) = models[version](given)
         for (got,) in outputs:
             torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
@@ -249,3 +254,69 @@ def test_cache_without_a_limit_keeps_all() -> None:
     cache = ReplayCache("ab", [1, 1], None)
     assert [cache.use(number)[1] for number in (0, 1, 0, 1)] == [(), (), (), ()]
     assert (cache.stats().hits, cache.stats().misses) == (2, 2)
+
+
+# The commands
+
+
+def command(*arguments: str) -> tuple[int, dict[str, object]]:
+    from click.testing import CliRunner
+
+    from stepgraph.tools.cli import cli
+
+    result = CliRunner().invoke(cli, [*arguments, "--format", "json"], standalone_mode=False)
+    assert result.exception is None, result.exception
+    return result.return_value, json.loads(result.output)
+
+
+def test_commands_take_a_set(tmp_path: Path) -> None:
+    source, plan = str(Path(__file__).parent / "data" / "variants.yaml"), str(tmp_path / "set.plan")
+    code, found = command("compile", source, "-o", plan)
+    assert (code, found["proven"], found["output"], len(found["versions"])) == (0, True, plan, 12)
+    code, found = command("verify", plan)
+    assert (code, found["successions_by_closing"], found["successions_looked_at"]) == (0, 132, 0)
+    assert set(found["versions"].values()) == {True}
+    assert command("verify", plan, "--variant", "cached", "--mutate", "5")[1]["mutants"]["total"] == 5
+    for name in ("show", "memory", "diff"):
+        files = (plan, plan) if name == "diff" else (plan,)
+        assert command(name, *files, "--variant", "update", "--bucket", "tiny")[0] == 0
+    assert command("compare", source, "--bucket", "tiny", "--device", "cpu")[1]["ok"]
+    assert [row["version"] for row in command("check", source)[1]["versions"]][:2] == ["full/tiny", "full/small"]
+
+
+def test_run_walks_through_a_set(tmp_path: Path) -> None:
+    source = str(Path(__file__).parent / "data" / "variants.yaml")
+    limits = ("--device", "cpu", "--steps", "12", "--graph-bytes", "9000")
+    code, found = command("run", source, *limits)
+    assert (code, found["ok"], found["ranks_agree"], found["findings"]) == (0, True, True, [])
+    stats = found["stats"]
+    assert stats["hits"] + stats["misses"] == sum(found["taken"].values()) == 12
+    assert sum(stats["captured"].values()) == stats["planned_bytes"] <= 9000
+    assert command("run", source, "--device", "cpu", "--steps", "2", "--bucket", "tiny")[1]["movement_exact"]
+
+
+# From a request to a bucket
+
+
+def test_requests_take_the_bucket_of_their_sizes(plans: PlanSet) -> None:
+    assert match(plans, {"seq": 14, "batch": 1}) == Match("wide", {})
+    assert match(plans, {"seq": 10}) == Match("small", {})
+    assert match(plans, {"seq": 10, "batch": 2}) == Match("twice", {})
+    assert match(plans, {"seq": 11, "batch": 1}, pad=["seq"]) == Match("wide", {"seq": 3})
+    assert match(plans, {"seq": 2, "batch": 2}, pad=["seq"]) == Match("twice", {"seq": 8})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pad", "reason"),
+    [
+        ({"seq": 11, "batch": 1}, [], r"as large as the request in seq[\s\S]*the bucket 'wide' takes it with 1.27 x"),
+        ({"seq": 99, "batch": 1}, ["seq"], r"seq 99 is more than 14[\s\S]*open a new session"),
+        ({"seq": 14, "batch": 2}, ["seq"], r"no bucket is as large in all sizes at once"),
+        ({"sek": 14}, [], r"no size of the buckets of variants is called 'sek'"),
+    ],
+)
+def test_a_miss_tells_its_reason_and_its_cost(
+    plans: PlanSet, sizes: dict[str, int], pad: list[str], reason: str
+) -> None:
+    with pytest.raises(BucketMissError, match=reason):
+        match(plans, sizes, pad)

@@ -233,8 +233,16 @@ def codes(text: str) -> list[str]:
     return [found.code for found in error.value.diagnostics]
 
 
-def test_a_state_has_one_shape() -> None:
-    assert codes(CHUNKS.replace("batch, cache, kv_heads", "batch, kv, kv_heads")) == ["E204"]
+def test_a_state_whose_shape_varies_is_one_of_each_bucket() -> None:
+    plans = compile_set(schedule(CHUNKS.replace("{shape: [batch, cache,", "{shape: [batch, kv,")))
+    names = {state.name for plan in plans.plans for state in plan.states}
+    each = [(cache, layer, bucket) for cache in "kv" for layer in (0, 1) for bucket in ("first", "second", "third")]
+    caches = {f"{cache}cache[{layer}]@{bucket}" for cache, layer, bucket in each}
+    assert names == caches | {"middle", "steps"}
+    assert loads(dumps(plans)) == plans
+
+
+def test_a_state_lies_at_one_place() -> None:
     plans = compile_set(schedule())
     plan = plans.plans[0]
     moved = replace(plan.targets[0], offset=plan.targets[1].offset)
