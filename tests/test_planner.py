@@ -20,8 +20,9 @@ from stepgraph.planner.shares import balanced, head_shares
 from stepgraph.planner.streams import StreamPlan, order
 from stepgraph.planner.timeline import estimate
 
+from support.sizes import SHIPPED
+
 PLANS = Path(__file__).parents[1] / "plans"
-SHIPPED = sorted(path.stem for path in PLANS.glob("*.yaml"))
 SMALL = (("model.layers", "2"), ("model.hidden", "64"), ("model.head_dim", "16"), ("model.ffn", "128"))
 
 
