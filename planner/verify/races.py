@@ -134,7 +134,7 @@ class _Walk:
             return
         for other in others:
             late = self.written.get(other)
-            if late is not None and late.time > last.time:
+            if late is not None and late.time > last.time and late.step.replay == last.step.replay:
                 self.note(
                     "E306",
                     access,
