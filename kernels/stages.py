@@ -197,6 +197,11 @@ def _concat(site: _Site) -> Stage:
     return lambda tensors: [torch.cat([t.reshape(box) for t, box in zip(tensors, boxes, strict=True)], dim=1)]
 
 
+def _keep(site: _Site) -> Stage:
+    """What it gives is copied into a state, and needs no memory of its own."""
+    return list
+
+
 def _guide(site: _Site) -> Stage:
     return lambda tensors: [reference.guide(tensors[0], tensors[1], tensors[2])]
 
@@ -218,6 +223,7 @@ _MAKERS: dict[str, Callable[[_Site], Stage]] = {
     "linear": _linear,
     "call": _call,
     "concat": _concat,
+    "keep": _keep,
     "guide": _guide,
     "sum": _sum,
 }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels import reference
+from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.kernels.weights import MadeUpWeights
 from stepgraph.planner import ops
 from stepgraph.planner.naming import base_name
@@ -25,7 +26,8 @@ Observe = Callable[[str, int | None, int, Mapping[str, Tensor]], None]
 
 
 class Unsharded:
-    """A callable model: named inputs to named outputs, all whole, in ``dtype`` and on ``device``."""
+    """A callable model: named inputs to named outputs, all whole, in ``dtype`` and on ``device``. A call is a step, and
+    states are those that the call before has left."""
 
     def __init__(
         self,
@@ -36,6 +38,9 @@ class Unsharded:
     ) -> None:
         self.schedule, self.dtype = schedule, dtype
         self.weights = MadeUpWeights(seed, device or torch.device("cpu"))
+        self.states: list[dict[str, Tensor]] = [{} for _ in range(schedule.axis("cfg"))]
+        """Of each branch of guidance: what the last step has left in each state, by name and, if it has one, layer.
+        Models of several versions of a step may have it in common."""
         self.names: dict[tuple[str | int, ...], str] = {}
         for block, items in (*schedule.blocks.items(), ("step", schedule.step)):
             self._name(block, items, {})
@@ -61,7 +66,10 @@ class Unsharded:
             {name: (tensor[branch] if name in stacked else tensor).to(self.dtype) for name, tensor in inputs.items()}
             for branch in range(self.schedule.axis("cfg"))
         ]
-        _Walk(self, branches, observe).items(self.schedule.step, None, "")
+        walk = _Walk(self, branches, observe)
+        walk.recall("step", "")
+        walk.items(self.schedule.step, None, "")
+        walk.store("step", "")
         return tuple(branches[0][name] for name in self.schedule.outputs)
 
 
@@ -92,6 +100,33 @@ class _Walk:
         rows = bool(rest) and (rest[0] in segments or (len(rest) > 1 and rest[0] not in ("heads", "kv_heads")))
         return Lead(batch, rows)
 
+    def kept(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor as a name holds it: a state may have a dtype of its own, where the model works in the file's."""
+        spec, model = self.schedule.state.get(name), self.model
+        if spec is None or spec.dtype is None or model.dtype is not torch_dtype(self.schedule.model.dtype):
+            return tensor
+        return tensor.to(torch_dtype(spec.dtype)).to(model.dtype)
+
+    def recall(self, per: str, key: str) -> None:
+        """Let the names of the step's or a layer's states mean what the last step has left in them."""
+        sizes = self.schedule.sizes
+        for name, spec in self.schedule.state.items():
+            if spec.per != per:
+                continue
+            self.leads[name] = self.lead(spec.shape)
+            for tensors, kept in zip(self.branches, self.model.states, strict=True):
+                where = name + key + self.schedule.state_suffix(name)
+                if where not in kept:
+                    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+                    kept[where] = torch.zeros(shape, dtype=self.model.dtype, device=self.model.weights.device)
+                tensors[name] = kept[where]
+
+    def store(self, per: str, key: str) -> None:
+        """Keep what their names mean now."""
+        for name in (name for name, spec in self.schedule.state.items() if spec.per == per):
+            for tensors, kept in zip(self.branches, self.model.states, strict=True):
+                kept[name + key + self.schedule.state_suffix(name)] = tensors[name]
+
     def items(self, items: Iterable[Item], layer: int | None, suffix: str) -> None:
         for item in items:
             if isinstance(item, EachItem):
@@ -101,7 +136,9 @@ class _Walk:
                 for block, repeat, first in item.runs:
                     self.layer = self.layer if first is None else first
                     for _ in range(repeat):
+                        self.recall("layer", f"[{self.layer}]")
                         self.items(self.schedule.blocks[block], self.layer, "")
+                        self.store("layer", f"[{self.layer}]")
                         self.layer += 1
             else:
                 for branch in range(len(self.branches)):
@@ -145,7 +182,7 @@ class _Op:
         else:
             self.walk.lengths.pop(full, None)
         self.walk.leads[full] = lead or self.walk.leads[self.full(self.op.in_[0])]
-        self.tensors[full] = tensor
+        self.tensors[full] = self.walk.kept(full, tensor)
 
     def matrix(self, part: str, rows: int, cols: int) -> Tensor:
         return self.weights.matrix(self.name, self.layer, part, (rows, cols), self.dtype)
@@ -185,14 +222,15 @@ def _rotate(o: _Op) -> None:
             x = o.normalise(x, f"weight{index}", o.op.over)
         if o.op.rope:
             x = reference.rotate(x, o.read(o.op.rope))
-        o.tensors[o.full(name)] = x
+        o.tensors[o.full(name)] = o.walk.kept(o.full(name), x)
 
 
 def _attention(o: _Op) -> None:
     assert isinstance(o.op, ops.Attention)
     if not o.op.concat:
         q, k, v = o.read_all()
-        o.write(o.op.out, reference.attention(q, k, v))
+        keys = o.walk.schedule.sizes[o.op.keys] if isinstance(o.op.keys, str) else o.op.keys
+        o.write(o.op.out, reference.attention(q, k[:, :keys], v[:, :keys]))
         return
     parts = [[o.read(f"{name}.{suffix}") for suffix in o.op.concat] for name in o.op.in_]
     q, k, v = (torch.cat(part, dim=1) for part in parts)
@@ -252,6 +290,23 @@ def _identity(o: _Op) -> None:
         o.write(out, o.read(name))
 
 
+def _send(o: _Op) -> None:
+    assert isinstance(o.op, ops.Send)
+    if o.op.into is None:
+        _identity(o)
+        return
+    (x,), state = o.read_all(), o.read(o.op.into).clone()
+    first = o.walk.schedule.sizes[o.op.at] if isinstance(o.op.at, str) else o.op.at
+    state[:, first : first + x.shape[1]] = x
+    o.tensors[o.full(o.op.into)] = state
+
+
+def _keep(o: _Op) -> None:
+    assert isinstance(o.op, ops.Keep)
+    (x,) = o.read_all()
+    o.tensors[o.full(o.op.into)] = o.walk.kept(o.full(o.op.into), x)
+
+
 def _concat(o: _Op) -> None:
     assert isinstance(o.op, ops.Concat)
     parts = o.read_all()
@@ -288,7 +343,7 @@ def _nothing(o: _Op) -> None:
 
 _STEPS: dict[str, Callable[[_Op], None]] = {
     "norm": _norm, "modulate": _modulate, "residual": _residual, "mlp": _mlp, "norm_rope": _rotate, "rope": _rotate,
-    "attention": _attention, "linear": _linear, "call": _call, "send": _identity, "barrier": _nothing,
+    "attention": _attention, "linear": _linear, "call": _call, "send": _send, "keep": _keep, "barrier": _nothing,
     "gather": _identity, "all_reduce": _identity, "shard": _identity, "all_gather": _identity, "concat": _concat,
     "split": _split, "guide": _guide,
 }  # fmt: skip

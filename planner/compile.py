@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError
 from stepgraph.planner.dump import dump_level
@@ -18,11 +18,18 @@ from stepgraph.planner.memory import MemoryPlan, allocate, verify_memory
 from stepgraph.planner.opgraph import verify_opgraph
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.plan_check import check_plan
-from stepgraph.planner.plan_set import BucketSizes, PlanSet, VariantRule, share_memory
+from stepgraph.planner.plan_set import (
+    BucketSizes,
+    PlanSet,
+    VariantRule,
+    share_memory,
+    state_uses,
+)
 from stepgraph.planner.schedule import Schedule, version_name
 from stepgraph.planner.streams import order, verify_streams
 
 log = logging.getLogger("stepgraph")
+Level = TypeVar("Level")
 
 
 def verify_plan(plan: Plan) -> None:
@@ -53,16 +60,50 @@ def check_schedule(schedule: Schedule) -> MemoryPlan:
     out.
 
     Raises:
-        ScheduleError: every E2xx of the schedule, or E305.
+        ScheduleError: every E2xx of the schedule, or every E301, or E305.
     """
     return allocate(order(expand(schedule)))
+
+
+def check_schedules(schedule: Schedule) -> list[MemoryPlan]:
+    """``check_schedule`` of every version.
+
+    Raises:
+        ScheduleError: everything that is wrong with any version, each thing once; E202 for an input that none reads.
+    """
+    levels = _of_versions(schedule, check_schedule)
+    _all_read(schedule, {name for level in levels for name, _ in level.streams.graph.schedule.inputs})
+    return levels
+
+
+def _of_versions(schedule: Schedule, make: Callable[[Schedule], Level]) -> list[Level]:
+    """What ``make`` makes of every version; what is wrong with several of them is told once."""
+    made: list[Level] = []
+    problems: dict[tuple[str, str], Diagnostic] = {}
+    for version in schedule.versions():
+        try:
+            made.append(make(version))
+        except ScheduleError as error:
+            for found in error.diagnostics:
+                problems.setdefault((found.code, str(found.place)), found)
+    if problems:
+        raise ScheduleError(list(problems.values()))
+    return made
+
+
+def _all_read(schedule: Schedule, read: set[str]) -> None:
+    unread = [name for name, _ in schedule.inputs if name not in read]
+    if unread:
+        place, hint = schedule.tree.key_place(("inputs", unread[0])), "take it out of `inputs`"
+        problem = f"the input '{unread[0]}' is never read"
+        raise ScheduleError([Diagnostic("E202", problem, place, "a variant that reads it", "none", hint)])
 
 
 def compile_schedule(schedule: Schedule) -> Plan:
     """The plan of a schedule without variants and buckets. ``STEPGRAPH_DUMP=DIR`` writes a numbered file a pass.
 
     Raises:
-        ScheduleError: every E2xx of the schedule, E215 where it has versions, or E305.
+        ScheduleError: every E2xx of the schedule, E215 where it has versions, every E301, or E305.
     """
     if schedule.variants or schedule.buckets:
         names = ", ".join(version_name(version) for version in schedule.versions())
@@ -94,26 +135,37 @@ def compile_set(schedule: Schedule, progress: Callable[[str], None] = lambda _: 
     Raises:
         ScheduleError: everything that is wrong with any version, each thing once; E202 for an input that none reads.
     """
-    plans: list[Plan] = []
-    problems: dict[tuple[str, str], Diagnostic] = {}
-    for version in schedule.versions():
+
+    def compiled(version: Schedule) -> Plan:
         progress(f"compiling {version_name(version) or schedule.name}")
-        try:
-            plans.append(compile_schedule(version))
-        except ScheduleError as error:
-            for found in error.diagnostics:
-                problems.setdefault((found.code, str(found.place)), found)
-    if problems:
-        raise ScheduleError(list(problems.values()))
-    read = {entry.name for plan in plans for entry in plan.inputs}
-    unread = [name for name, _ in schedule.inputs if name not in read]
-    if unread:
-        place, hint = schedule.tree.key_place(("inputs", unread[0])), "take it out of `inputs`"
-        problem = f"the input '{unread[0]}' is never read"
-        raise ScheduleError([Diagnostic("E202", problem, place, "a variant that reads it", "none", hint)])
+        return compile_schedule(version)
+
+    plans = _of_versions(schedule, compiled)
+    _all_read(schedule, {entry.name for plan in plans for entry in plan.inputs})
+    _check_states(schedule, plans)
     return PlanSet(
         schedule.name,
         tuple(VariantRule(variant.name, variant.after) for variant in schedule.variants),
-        tuple(BucketSizes(bucket.name, bucket.sizes) for bucket in schedule.buckets),
+        tuple(_bucket_sizes(schedule)),
         share_memory(plans),
     )
+
+
+def _bucket_sizes(schedule: Schedule) -> Iterator[BucketSizes]:
+    for version in schedule.versions()[: len(schedule.buckets)]:
+        yield BucketSizes(version.bucket, (("batch", version.batch), *version.segments, *version.more_sizes))
+
+
+def _check_states(schedule: Schedule, plans: list[Plan]) -> None:
+    """A state is read by some version and written by some.
+
+    Raises:
+        ScheduleError: E202.
+    """
+    uses = [state_uses(plan) for plan in plans]
+    for name in schedule.state:
+        for number, what in enumerate(("read", "written")):
+            if not any(name in used[number] for used in uses):
+                place, problem = schedule.tree.key_place(("state", name)), f"the state '{name}' is never {what}"
+                hint = "take it out of `state`" if what == "read" else "it is zero for ever"
+                raise ScheduleError([Diagnostic("E202", problem, place, "", "", hint)])

@@ -170,6 +170,12 @@ def attention(r: Rule, op: ops.Attention) -> None:
         if not same_form(r.value(k).form, r.value(v).form):
             r.e.error("E204", v.path, "k and v differ in shape", r.value(k).describe(), r.value(v).describe())
             return r.give_up(outs)
+    if op.keys is not None:
+        first_rows = [_first_rows(r, op.keys, operand, op.concat is None) for operand in narrowed[parts:]]
+        known = [operand for operand in first_rows if operand is not None]
+        if len(known) < len(first_rows):
+            return r.give_up(outs)
+        narrowed = [*narrowed[:parts], *known]
     kv_heads, q_heads = heads_dim(r.value(narrowed[parts]).form), heads_dim(r.value(narrowed[0]).form)
     assert kv_heads is not None
     assert q_heads is not None
@@ -183,6 +189,19 @@ def attention(r: Rule, op: ops.Attention) -> None:
         )
         return r.give_up(outs)
     return _attend(r, op, joined[0], narrowed, outs)
+
+
+def _first_rows(r: Rule, keys: int | str, operand: Operand, alone: bool) -> Operand | None:
+    """The first rows of k or v; None after telling that there are none, or not so many."""
+    path, value = (*r.site.path, "keys"), r.value(operand)
+    count, row = r.e.named_size(keys, path), row_dim(value.form)
+    if count is None:
+        return None
+    if not alone or row is None or len(row.segments) > 1 or not 0 < count <= row.size:
+        r.e.error("E204", path, "keys counts rows of one k and one v", f"1 or more of {value.describe()}", str(count))
+        return None
+    form = tuple(Dim(DimKind.PLAIN, count) if dim is row else dim for dim in value.form)
+    return replace(operand, value=r.e.value(replace(value, form=form)))
 
 
 def _attend(r: Rule, op: ops.Attention, placement: Placement, operands: list[Operand], outs: list[str]) -> None:
@@ -254,6 +273,10 @@ def linear(r: Rule, op: ops.Linear) -> None:
         else:
             pieces.append((Dim(DimKind.PLAIN, sizes[width], split=column),))
     partial = op.split == "row"
+    options = (("split", op.split),) if op.split else ()
+    (name, *others) = widths
+    if not others and r.site.context.defines(name) in r.e.schedule.state:
+        return r.run(inputs, name, (*lead, *pieces[0]), placement, options, partial)
     memory = r.e.memory(
         replace(
             memory_for(r.site.name.split(".")[-1], (*lead, *pieces[0]), placement, r.e.schedule), pieces=tuple(pieces)
@@ -263,7 +286,6 @@ def linear(r: Rule, op: ops.Linear) -> None:
         r.e.value(Value(r.site.context.defines(name), memory, (*lead, *piece), placement, partial, index))
         for index, (name, piece) in enumerate(zip(widths, pieces, strict=True))
     ]
-    options = (("split", op.split),) if op.split else ()
     r.node(Action.RUN, [(o.role, o.value) for o in inputs], outputs, options)
     for name, output in zip(widths, outputs, strict=True):
         r.define(name, output)
@@ -307,10 +329,10 @@ def call(r: Rule, op: ops.Call) -> None:
     if not joined:
         return r.give_up(op.out)
     placement, inputs = joined
-    made = {dim.segments for form in forms for dim in form}
+    lengths = {dim.segments for form in forms for dim in form}
     for index, operand in enumerate(operands):
         row = row_dim(r.value(operand).form)
-        if placement is Placement.SEQUENCE and row is not None and row.segments not in made:
+        if placement is Placement.SEQUENCE and row is not None and row.segments not in lengths:
             inputs[index] = operand  # rows of another sequence than the outputs': whole where it is replicated
     needed = DimKind.SEQUENCE if placement is Placement.SEQUENCE else DimKind.HEADS
     for out, form in zip(op.out, forms, strict=True):
@@ -324,7 +346,10 @@ def call(r: Rule, op: ops.Call) -> None:
                 "all_gather the operand first",
             )
             return r.give_up(op.out)
-    outputs = [r.e.fresh(r.site.context.defines(out), form, placement) for out, form in zip(op.out, forms, strict=True)]
+    made = [r.result(out, form, placement) for out, form in zip(op.out, forms, strict=True)]
+    outputs = [output for output in made if output is not None]
+    if len(outputs) < len(made):
+        return r.give_up(op.out)
     cut = placement is Placement.HEAD or any(dim.split for operand in inputs for dim in r.value(operand).form)
     options = (("features", "cut"),) if cut else ()
     r.node(Action.RUN, [(o.role, o.value) for o in inputs], outputs, options)

@@ -28,5 +28,5 @@ def dump_level(level: OpGraph | StreamPlan | MemoryPlan | Plan) -> str:
     if isinstance(level, StreamPlan):
         notes = [f"  after {', '.join(map(str, sources))}" if sources else "" for sources in level.waits]
         return "\n".join(_nodes(level.graph, notes)) + f"\njoins {level.joins}\n"
-    lines = [f"{target.offset:12} {target.nbytes:12} {target.name}" for target in level.targets]
+    lines = [f"{t.offset:12} {t.nbytes:12} {t.name}{', a state' if t.state else ''}" for t in level.targets]
     return "\n".join([*lines, f"arena {level.arena_bytes}, at least {level.lower_bound}"]) + "\n"

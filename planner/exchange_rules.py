@@ -8,6 +8,7 @@ from dataclasses import replace
 from stepgraph.planner import ops
 from stepgraph.planner.opgraph import Action
 from stepgraph.planner.rules import Operand, Rule, heads_dim, memory_for
+from stepgraph.planner.state_rules import send_into
 from stepgraph.planner.values import Placement, Space, Value, row_dim
 
 AXIS = {"send": "ulysses", "gather": "ulysses", "all_gather": "ulysses", "all_reduce": "tensor", "guide": "cfg"}
@@ -99,11 +100,20 @@ def send(r: Rule, op: ops.Send) -> None:
     names = _names(r, op)
     operands = _operands(r, op, Placement.SEQUENCE, "a replicated operand joins any placement and is not sent")
     for operand in operands or []:
-        if heads_dim(r.value(operand).form) is None:
+        heads = heads_dim(r.value(operand).form)
+        if heads is None:
             r.e.error(
                 "E204", operand.path, "send needs heads", "(batch, seq, heads, head_dim)", r.value(operand).describe()
             )
             operands = None
+        elif not heads.split and r.e.schedule.axis("tensor") > 1:
+            hint = "write `split: column` on the linear that makes them"
+            problem = "send takes a rank's own heads of the tensor axis"
+            r.e.error("E210", operand.path, problem, "heads that are split", r.value(operand).describe(), hint)
+            operands = None
+    if op.into is not None:
+        one = r.count(1, 1, "one tensor, where it goes into a state")
+        return send_into(r, op, operands[0].value if operands and one else None, r.operand_path("in", 0))
     if not operands:
         return r.give_up(names)
     if op.via == "nccl":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from stepgraph.planner import compute_rules, exchange_rules
+from stepgraph.planner import compute_rules, exchange_rules, state_rules
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError, nearest
 from stepgraph.planner.naming import Context, Namer, Site
 from stepgraph.planner.opgraph import Action, Node, OpGraph
@@ -14,6 +14,7 @@ from stepgraph.planner.ops import Barrier, Dims, Handshake, Send
 from stepgraph.planner.rules import Rule, check_sizes, memory_for
 from stepgraph.planner.schedule import EachItem, Item, LayersItem, OpItem, Schedule
 from stepgraph.planner.source import TreePath
+from stepgraph.planner.state_rules import States
 from stepgraph.planner.values import Dim, DimKind, Form, Memory, Placement, Space, Value
 
 RULES: dict[str, Callable[[Rule, Any], None]] = {
@@ -29,6 +30,7 @@ RULES: dict[str, Callable[[Rule, Any], None]] = {
     "concat": compute_rules.concat,
     "split": compute_rules.split,
     "shard": compute_rules.shard,
+    "keep": state_rules.keep,
     "send": exchange_rules.send,
     "gather": exchange_rules.gather,
     "all_gather": exchange_rules.all_gather,
@@ -54,8 +56,10 @@ class Expander:
         self.origin: dict[int, tuple[TreePath, str]] = {}
         """Where each value was defined."""
         self.read_origins: set[tuple[TreePath, str]] = set()
-        self.reads: set[str] = set()
+        self.sizes_used: set[str] = set()
         self.layer = 0
+        self.in_layers = False
+        self.states = States(self)
         self.namer = Namer(self)
 
     # Diagnostics
@@ -80,8 +84,9 @@ class Expander:
     def resolve(self, name: str, context: Context) -> str:
         """What a name means in ``context``: inside `each`, x.img if there is one (an input may be called x_img)."""
         if context.suffix:
-            if f"{name}.{context.suffix}" in self.names:
-                return f"{name}.{context.suffix}"
+            own = f"{name}.{context.suffix}"
+            if own in self.names or own in self.schedule.state:
+                return own
             if f"{name}_{context.suffix}" in dict(self.schedule.inputs):
                 return f"{name}_{context.suffix}"
         return name
@@ -89,8 +94,10 @@ class Expander:
     def read(self, name: str, path: TreePath, context: Context) -> int | None:
         """The value that a name has, or None after telling why it has none."""
         full = self.resolve(name, context)
+        if full in self.schedule.state:
+            full = self.states.reading(full, path)
         if full not in self.names:
-            known = sorted(self.names)
+            known = sorted({name for name in self.names if "[" not in name} | set(self.schedule.state))
             hint = nearest(name, known) or f"known here: {', '.join(known)}"
             self.error(
                 "E201", path, f"'{name}' is read before it exists", "a tensor that is defined above", "nothing", hint
@@ -107,6 +114,9 @@ class Expander:
 
     def bind(self, full: str, value: int | None, path: TreePath | None) -> None:
         """Let a name mean ``value`` from here on. ``path`` is where it is made; None for a part of what is there."""
+        if full in self.schedule.state:
+            self.states.write(full, value, path)
+            return
         for _, sent, sent_at in self.open_sends:
             if sent == full and path is not None:
                 self.error(
@@ -137,12 +147,27 @@ class Expander:
         memory = self.memory(memory_for(name, form, placement, self.schedule))
         return self.value(Value(name, memory, form, placement, partial, 0))
 
+    def named_size(self, size: int | str, path: TreePath) -> int | None:
+        """A number, or what a name of a size means; None after telling that there is none."""
+        if isinstance(size, int):
+            return size
+        sizes = self.schedule.sizes
+        self.sizes_used.add(size)
+        if size not in sizes:
+            hint = nearest(size, sizes) or f"known: {', '.join(sizes)}"
+            self.error("E211", path, f"no size is called '{size}'", "a number or a name", f"'{size}'", hint)
+        return sizes.get(size)
+
     def form(self, dims: Dims, path: TreePath) -> Form | None:
         """The global shape that an author's dims mean, or None after telling what is wrong."""
         sizes = self.schedule.sizes
         segments = dict(self.schedule.segments)
         form: list[Dim] = []
         for index, dim in enumerate(dims):
+            self.sizes_used.add(str(dim))
+            if sizes.get(str(dim)) == 0:
+                self.error("E204", (*path, index), f"the size '{dim}' is 0 here", "1 at least", "0")
+                return None
             if isinstance(dim, int):
                 form.append(Dim(DimKind.PLAIN, dim))
             elif dim == "batch" and index == 0:
@@ -186,7 +211,9 @@ class Expander:
         self.unread()
         if self.problems:
             raise ScheduleError(sorted(self.problems.values(), key=_position))
-        return OpGraph(self._as_read(), tuple(self.nodes), tuple(self.values), tuple(self.memories))
+        schedule = self._as_read()
+        graph = (schedule, tuple(self.nodes), tuple(self.values), tuple(self.memories))
+        return OpGraph(*graph, self.states.ordered())
 
     def _as_read(self) -> Schedule:
         """The schedule without the inputs that this version of the step does not read, which are not loaded."""
@@ -219,7 +246,7 @@ class Expander:
         for index, name in enumerate(self.schedule.outputs):
             path = self.schedule.outputs_path
             path = (*path, index) if isinstance(self.tree.value(path), list) else path
-            if name not in self.names:
+            if name not in self.names and name not in self.schedule.state:
                 self.error(
                     "E212",
                     path,
@@ -250,7 +277,7 @@ class Expander:
             self.error(
                 "E206",
                 path,
-                f"the send of '{name}' is never closed",
+                f"the send of '{name.partition('[')[0]}' is never closed",
                 "a barrier after it in the same list",
                 "none",
                 "write `barrier: true` on the last send of the group, or `barrier: all` after it",
@@ -260,7 +287,16 @@ class Expander:
 
     def unread(self) -> None:
         """Tell of everything that nothing reads; only where nothing else is wrong, since errors leave readers out."""
-        for path, name in [] if self.problems else dict.fromkeys(self.origin.values()):
+        if self.problems:
+            return
+        alone = not self.schedule.in_set  # what this version leaves out may be another's
+        if alone:
+            self.states.unused()
+        for name, _ in self.schedule.more_sizes if alone else ():
+            if name not in self.sizes_used:
+                hint = nearest(name, ("batch", "seq")) or "take it out of `shape`"
+                self.error("E202", ("shape", name), f"the size '{name}' is never used", hint=hint, key=True)
+        for path, name in dict.fromkeys(self.origin.values()):
             if (path, name) in self.read_origins:
                 continue
             if path[0] == "inputs" and self.schedule.in_set:
@@ -306,10 +342,12 @@ class Expander:
                     nearest(block, self.schedule.blocks),
                 )
                 continue
+            self.in_layers = True
             for _ in range(repeat):
                 self.items(self.schedule.blocks[block], Context(block, self.layer))
                 self.unclosed()
                 self.layer += 1
+            self.in_layers = False
 
     def op(self, item: OpItem, context: Context) -> None:
         name = self.namer.name(item, context)
@@ -366,7 +404,8 @@ class Expander:
         )
         for (_, full, sent_at), target in zip(sends, targets, strict=True):
             self.names[full] = target
-            self.origin[target] = (sent_at, full)
+            if not self.memories[self.values[target].memory].state:  # which the next step reads
+                self.origin[target] = (sent_at, full)
 
 
 def _position(diagnostic: Diagnostic) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 
 from stepgraph.planner.memory import MemoryPlan
-from stepgraph.planner.opgraph import Action, Node
+from stepgraph.planner.opgraph import IN_PLACE, Action, Node
 from stepgraph.planner.plan import (
     Axis,
     Buffer,
@@ -32,6 +32,7 @@ from stepgraph.planner.plan import (
     Send,
     Signal,
     Source,
+    State,
     Store,
     Target,
     View,
@@ -89,6 +90,15 @@ class _Tables:
                 )
             )
 
+    def state_buffers(self) -> tuple[State, ...]:
+        """Sent into, a state is one of the targets; the others lie behind those."""
+        found, local = [], len(self.memory.targets)
+        for memory in self.graph.states:
+            number = self.memory.target_of.get(memory)
+            found.append(State(self.graph.memories[memory].state, local if number is None else number))
+            local += number is None
+        return tuple(found)
+
     def ops(self) -> tuple[Op, ...]:
         values, tree = self.graph.values, self.graph.schedule.tree
         return tuple(
@@ -116,9 +126,14 @@ class _Rank:
         self.buffer_of: dict[int, int] = dict(self.memory.target_of)
         self.views: list[View] = []
         self.view_ids: dict[View, int] = {}
+        self.made_anew: dict[View, int] = {}
+        """Views of states through which stages write what they make: apart from those through which they read."""
         for number, target in enumerate(self.memory.targets):
             memory = next(m for m, n in self.memory.target_of.items() if n == number)
             self._buffer(memory, target.name, 0)
+        for memory in self.graph.states:
+            if memory not in self.buffer_of:
+                self.buffer_of[memory] = self._buffer(memory, self.graph.memories[memory].state, 0)
 
     def _buffer(self, memory: int, name: str, stream: int) -> int:
         found = self.graph.memories[memory]
@@ -132,15 +147,22 @@ class _Rank:
         if found.memory not in self.buffer_of:
             memory = self.graph.memories[found.memory]
             self.buffer_of[found.memory] = self._buffer(found.memory, memory.name, stream)
-        return self._intern(found, self.region(value), self.rank)
+        return self._intern(found, self.region(value), self.view_ids)
 
-    def _intern(self, value: Value, region: Region, rank: int) -> int:
-        shape = view_shape(value, self.graph.memories[value.memory], self.shares, rank)
+    def _intern(self, value: Value, region: Region, known: dict[View, int]) -> int:
+        shape = view_shape(value, self.graph.memories[value.memory], self.shares, self.rank)
         view = View(self.buffer_of[value.memory], region, shape)
-        if view not in self.view_ids:
-            self.view_ids[view] = len(self.views)
+        if view not in known:
+            known[view] = len(self.views)
             self.views.append(view)
-        return self.view_ids[view]
+        return known[view]
+
+    def made(self, node: Node, value: int, stream: int) -> int:
+        """The view through which a stage writes a result."""
+        found = self.graph.values[value]
+        if self.graph.memories[found.memory].state and node.kind not in IN_PLACE:
+            return self._intern(found, self.region(value), self.made_anew)
+        return self.view(value, stream)
 
     def region(self, value: int) -> Region:
         found = self.graph.values[value]
@@ -159,7 +181,8 @@ class _Rank:
             per_head = prod(local_shape(features(given.form)[1:], Placement.REPLICATED, shares, sender))
             first, count = shares.heads[heads.heads][there]
             cut = Region(whole.row, whole.rows, whole.col + first * per_head, count * per_head)
-            return cut, Region(self._rows_before(given, here), whole.rows, final.col, final.cols)
+            first_row = int(dict(node.options).get("at", 0)) + self._rows_before(given, here)
+            return cut, Region(first_row, whole.rows, final.col, final.cols)
         if node.kind == "gather":
             first_row = self._rows_before(taken, there)
             heads = next(dim for dim in given.form if dim.heads)
@@ -206,7 +229,7 @@ class _Rank:
             yield Store(stream, self.graph.schedule.outputs.index(node.name), self.view(node.inputs[0][1], stream))
         elif node.action is Action.RUN:
             inputs = tuple(self.view(value, stream) for _, value in node.inputs)
-            yield Run(stream, index, inputs, tuple(self.view(value, stream) for value in node.outputs))
+            yield Run(stream, index, inputs, tuple(self.made(node, value, stream) for value in node.outputs))
         elif node.action is Action.SEND:
             yield from self.sends(index, node, stream)
         elif node.action is Action.HANDSHAKE:
@@ -314,6 +337,7 @@ def lower(memory: MemoryPlan) -> Plan:
         ops=tables.ops(),
         exchanges=tuple(tables.exchanges),
         targets=tuple(Target(t.name, t.offset, t.nbytes) for t in memory.targets),
+        states=tables.state_buffers(),
         arena_bytes=memory.arena_bytes,
         arena_lower_bound=memory.lower_bound,
         flag_slots=memory.flag_slots,

@@ -82,9 +82,9 @@ CODES: dict[str, Entry] = {
     ),
     "E202": Entry(
         "never read",
-        "A tensor or input that nothing uses: work for nothing, or a misspelt reader. Told only "
-        "where nothing else is wrong.",
-        "Take the op or input out, or use what it makes.",
+        "A tensor, input or size that nothing uses: work for nothing, or a misspelt reader; or a state that is never "
+        "read or never written. Told only where nothing else is wrong.",
+        "Take the op, input, size or state out, or use it.",
     ),
     "E203": Entry(
         "placements that don't go together",
@@ -104,13 +104,13 @@ CODES: dict[str, Entry] = {
     ),
     "E206": Entry(
         "a send and its barrier",
-        "A send is closed by a barrier in the same list, before its name is defined "
-        "anew; a barrier closes at least one send; a send via nccl needs none.",
+        "A send is closed by a barrier in the same list, before its name is defined anew, and before the state that it "
+        "goes into is used; a barrier closes at least one send; a send via nccl needs none.",
         "Write `barrier: true` on the last send of the group, or `barrier: all` after it.",
     ),
     "E207": Entry(
-        "a block or stream that is not there",
-        "Blocks stand under `blocks`, streams under `streams`.",
+        "a block, stream or state that is not there",
+        "Blocks stand under `blocks`, streams under `streams`, states under `state`.",
         "Take the nearest name.",
     ),
     "E208": Entry(
@@ -127,13 +127,19 @@ CODES: dict[str, Entry] = {
     "E211": Entry(
         "a size that is not there",
         "A shape is made of numbers and of the names batch, hidden, heads, kv_heads, "
-        "head_dim, ffn, and the named lengths of seq.",
+        "head_dim, ffn, the named lengths of seq, and the other names under `shape`.",
         "Take the nearest name.",
     ),
     "E212": Entry(
         "an output that can't be handed out",
         "Outputs are whole on every rank at the end of the step.",
         "End the step with an all_gather.",
+    ),
+    "E213": Entry(
+        "a state where it can't be",
+        "A state has a name of its own. One with `per: layer` is used in blocks that `layers` repeats. An op writes a "
+        "state whole, as its one result or in place; `keep` copies any tensor into one; a send into one goes by copy.",
+        "Name the result otherwise and `keep` it.",
     ),
     "E214": Entry(
         "a variant or size that is not there",
@@ -147,7 +153,8 @@ CODES: dict[str, Entry] = {
     ),
     "E301": Entry(
         "race on a target",
-        "Two ranks touch the same bytes of a target, one of them writing, and nothing orders them within a replay.",
+        "Two ranks touch the same bytes of a target, one of them writing, and nothing orders them within a replay. A "
+        "state has one target: a send into it must come behind an exchange that all its earlier users enter.",
         "Let an exchange lie between them: more buffers, or a gather before the next send.",
     ),
     "E302": Entry(
@@ -179,8 +186,8 @@ CODES: dict[str, Entry] = {
     ),
     "E307": Entry(
         "data read before it is written",
-        "A read of memory that nothing has written in the same replay, an op that no rank carries out, or sends of an "
-        "op that fill a part of their target.",
+        "A read of memory, other than that of a state, that nothing has written in the same replay, an op that no rank "
+        "carries out, or sends of an op that fill a part of their target.",
         "Send, load or compute every part of it before.",
     ),
     "E401": Entry(
@@ -296,6 +303,18 @@ CODES: dict[str, Entry] = {
         "The file is no interleaving, or one of another plan, or the run can't take its turns: a rank waits, or its "
         "loop has ended.",
         "Write it again with `stepgraph verify PLAN --counterexample FILE`; give the run enough --steps.",
+    ),
+    "E615": Entry(
+        "a request that no bucket takes",
+        "The shapes of a plan set are known ahead. A request takes the bucket of its sizes, or one that is larger in "
+        "sizes that may be padded.",
+        "Pad the request, or add a bucket to the schedule.",
+    ),
+    "E614": Entry(
+        "a variant out of turn",
+        "A variant comes only after those that its `after` names; the first variant begins a request, and may come "
+        "at any time.",
+        "Run the first variant, or one that the variant may follow, before it.",
     ),
     "E612": Entry(
         "a rank that died",

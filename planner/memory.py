@@ -25,6 +25,8 @@ class PlacedTarget:
     nbytes: int
     """The largest over the ranks."""
     offset: int
+    state: bool = False
+    """In use all the time, and by nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +128,19 @@ def _targets(plan: StreamPlan, shares: Shares) -> tuple[tuple[PlacedTarget, ...]
 
     Targets of different axes never share bytes, so that every axis has a range of its own, and the bounds add up: take
     the bytes of the other axes out of any arena, and what is left holds the targets of one, whole and apart as before.
+    States come first: nothing shares their bytes.
     """
     graph = plan.graph
     targets: list[PlacedTarget] = []
     target_of: dict[int, int] = {}
-    base = bound = 0
+    base = 0
+    for memory in graph.states:
+        found = graph.memories[memory]
+        if found.space is Space.TARGET:
+            target_of[memory] = len(targets)
+            targets.append(PlacedTarget(found.state, _nbytes(found, shares), base * ALIGNMENT, True))
+            base += -(-_nbytes(found, shares) // ALIGNMENT)
+    bound = base
     for axis in dict.fromkeys(graph.memories[index].axis for index in sorted(plan.lifetimes)):
         packing, memories = _place(plan, shares, axis)
         numbers: dict[str, int] = defaultdict(int)
@@ -206,14 +216,16 @@ def verify_memory(plan: MemoryPlan) -> None:
     """Our own rules of the level: targets that are in use at one time don't meet, and flags never share."""
     placed = sorted(plan.target_of.items())
     for at, (memory, number) in enumerate(placed):
-        life, target = plan.streams.lifetimes[memory], plan.targets[number]
+        target = plan.targets[number]
         assert target.offset + target.nbytes <= plan.arena_bytes, f"{target.name} lies outside the arena"
         for other, other_number in placed[at + 1 :]:
             second = plan.targets[other_number]
             meet = target.offset < second.offset + second.nbytes and second.offset < target.offset + target.nbytes
-            axes = plan.streams.graph.memories
-            if meet and axes[memory].axis == axes[other].axis:
-                assert not life.cells & plan.streams.lifetimes[other].cells, f"{target.name} meets {second.name}"
+            axes, lives = plan.streams.graph.memories, plan.streams.lifetimes
+            if target.state or second.state:
+                assert not meet, f"{target.name} meets {second.name}, and one is a state"
+            elif meet and axes[memory].axis == axes[other].axis:
+                assert not lives[memory].cells & lives[other].cells, f"{target.name} meets {second.name}"
             else:
                 assert not meet, f"{target.name} meets {second.name} of another axis"
     assert plan.arena_bytes >= plan.lower_bound or not plan.targets

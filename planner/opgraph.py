@@ -14,6 +14,9 @@ from stepgraph.planner.schedule import Schedule
 from stepgraph.planner.source import TreePath
 from stepgraph.planner.values import Memory, Value
 
+IN_PLACE = frozenset({"norm_rope", "rope"})
+"""The kinds whose results lie where their operands do."""
+
 
 class Action(Enum):
     """What a node does when it is issued."""
@@ -59,12 +62,14 @@ class OpGraph:
     """In the order of issue."""
     values: tuple[Value, ...]
     memories: tuple[Memory, ...]
+    states: tuple[int, ...]
+    """The memories of states, in the order of the schedule and of the layers."""
 
 
 def verify_opgraph(graph: OpGraph) -> None:
     """Our own rules of the level: memory is written before it is read, and every value is made once."""
     made: set[int] = set()
-    filled: set[int] = set()
+    filled: set[int] = set(graph.states)
     for node in graph.nodes:
         for _, value in node.inputs:
             memory = graph.values[value].memory

@@ -22,7 +22,8 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 """A tensor's name; a suffix after a dot tells streams of tokens apart (x.img, x.txt)."""
 Size = Annotated[int, Field(ge=1, le=2**40)]
 Dim = Size | Name
-"""A number, or the name of a size: batch, seq or a named length, hidden, heads, kv_heads, head_dim, ffn."""
+"""A number, or the name of a size: batch, seq or a named length, hidden, heads, kv_heads, head_dim, ffn, or another one
+of `shape`."""
 
 
 def _names(value: object) -> object:
@@ -130,6 +131,9 @@ class Attention(OneOutput):
     concat: Names | None = Field(
         None, description="Suffixes whose q, k and v are joined along the sequence, in this order."
     )
+    keys: Size | Name | None = Field(
+        None, description="Attend to so many rows of k and v, the first ones: a number, or the name of a size."
+    )
 
 
 class Linear(OpFields):
@@ -158,6 +162,13 @@ class Call(OpFields):
 class Send(Exchanging):
     summary: ClassVar[str] = "Moves a tensor from sequence to head placement, into every peer's final layout."
     barrier: bool = Field(False, description="Closes the group of sends since the last barrier with one handshake.")
+    into: Name | None = Field(
+        None,
+        description="A state placed by head, into which the tensor's rows go.",
+    )
+    at: Annotated[int, Field(ge=0, le=2**40)] | Name = Field(
+        0, description="The row of the state where the tensor's first row goes: a number, or the name of a size."
+    )
 
 
 class Barrier(Model):
@@ -193,6 +204,11 @@ class Concat(OneOutput):
 class Split(OpFields):
     summary: ClassVar[str] = "Undoes a concat; views, no copy."
     out: Names = Field(description="The names of the parts, in the order of the concat.")
+
+
+class Keep(OpFields):
+    summary: ClassVar[str] = "Copies a tensor into a state of its shape and placement."
+    into: Name = Field(description="The state; its name then means what was copied.")
 
 
 class Guide(OneOutput):
@@ -258,6 +274,7 @@ class Entry(Model):
     all_gather: Annotated[AllGather, OPERANDS] | None = None
     concat: Annotated[Concat, OPERANDS] | None = None
     split: Annotated[Split, OPERANDS] | None = None
+    keep: Annotated[Keep, OPERANDS] | None = None
     guide: Annotated[Guide, OPERANDS] | None = None
     layers: Name | Annotated[tuple[LayerRun, ...], BeforeValidator(_layer_runs)] | None = Field(
         None, description="A block's name (model.layers of them), or a list of {block, repeat}."
@@ -288,6 +305,7 @@ OP_KINDS: dict[str, type[OpFields] | type[Barrier]] = {
     "all_gather": AllGather,
     "concat": Concat,
     "split": Split,
+    "keep": Keep,
     "guide": Guide,
 }
 Op = (
@@ -308,5 +326,6 @@ Op = (
     | AllGather
     | Concat
     | Split
+    | Keep
     | Guide
 )

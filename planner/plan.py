@@ -6,8 +6,8 @@ origin: a capture starts and ends on it, and the other streams enter the capture
 
 Memory. A buffer is a dense box (batch, rows, cols) of elements, row-major. The first ``len(plan.targets)`` buffer
 ids of every rank are the symmetric targets, which lie in the rank's arena at the same byte offset on every rank;
-their pitch (cols) may differ between ranks. The others are local. A region is a rectangle of rows and columns over
-all batches of a buffer.
+their pitch (cols) may differ between ranks. The others are local. States outlive a replay: some targets, and the first
+local buffers. A region is a rectangle of rows and columns over all batches of a buffer.
 
 Time. Every replay of a rank runs after its previous replay. Ranks are ordered only by flags and collectives.
 """
@@ -109,6 +109,18 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class State:
+    """A tensor that outlives a replay: zero before a session's first one, then what the last one has left in it. It is
+    one buffer on every rank, under one number: a target where peers write to it, which then shares its bytes with no
+    other, else a local buffer right behind the targets, which is never allocated by an instruction nor dropped."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    name: str
+    """As in the schedule, and with the layer where every layer has its own: ``kcache[3]``."""
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
 class Exchange:
     """One all-rank exchange of a group in the step; every member takes part once a replay."""
 
@@ -198,7 +210,8 @@ class Store:
 @dataclass(frozen=True, slots=True)
 class Run:
     """A stage reads ``inputs`` and writes ``outputs``. A view in both is changed in place; the buffers of the other
-    outputs are allocated by the stage, one tensor a buffer, in the order of first mention."""
+    outputs are allocated by the stage, one tensor a buffer, in the order of first mention. What it makes for the buffer
+    of a state is copied into it at the end; a stage that reads a state and makes it anew names two views of it."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
     stream: int
@@ -341,7 +354,7 @@ class RankProgram:
     instructions: tuple[Instruction, ...]
 
     def made_by(self, run: Run) -> tuple[int, ...]:
-        """The buffers that a ``Run`` allocates, in the order of first mention."""
+        """The buffers that a ``Run`` allocates, or makes anew where they are states, in the order of first mention."""
         return tuple(dict.fromkeys(self.views[view].buffer for view in run.outputs if view not in run.inputs))
 
 
@@ -383,6 +396,7 @@ class Plan:
     ops: tuple[Op, ...]
     exchanges: tuple[Exchange, ...]
     targets: tuple[Target, ...]
+    states: tuple[State, ...]
     arena_bytes: int
     arena_lower_bound: int
     """Bytes that no placement of the targets can go below, given their lifetimes."""
@@ -394,6 +408,11 @@ class Plan:
     @property
     def world_size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def state_buffers(self) -> frozenset[int]:
+        """The buffers, of every rank, that are states."""
+        return frozenset(state.buffer for state in self.states)
 
     def coordinate(self, rank: int, axis: str) -> tuple[int, int]:
         """(index, size) of ``rank`` along a mesh axis; (0, 1) for an axis that the mesh lacks."""

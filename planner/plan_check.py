@@ -90,6 +90,17 @@ def _tables(plan: Plan) -> None:
         _need(prod(entry.shape) == prod(entry.box), f"the box of input {entry.name}")
 
 
+def _states(plan: Plan) -> None:
+    """Every state is a buffer of its own on every rank: a target, or one right behind the targets."""
+    local = [state.buffer for state in plan.states if state.buffer >= len(plan.targets)]
+    _need(len(plan.state_buffers) == len(plan.states), "two states in one buffer")
+    _need(len({state.name for state in plan.states}) == len(plan.states), "two states of one name")
+    _need(sorted(local) == list(range(len(plan.targets), len(plan.targets) + len(local))), "the buffer of a state")
+    for state in plan.states:
+        _need(state.buffer >= 0, "the buffer of a state")
+        _need(all(state.buffer < len(program.buffers) for program in plan.ranks), f"a rank lacks state {state.name}")
+
+
 def _memory(plan: Plan, program: RankProgram) -> None:
     _need(len(program.buffers) >= len(plan.targets), "a rank lacks a target")
     for number, buffer in enumerate(program.buffers):
@@ -113,6 +124,7 @@ class _Instructions:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.program = plan.ranks[rank]
+        self.states = plan.state_buffers
 
     def view(self, view: int) -> Buffer:
         _index(view, len(self.program.views), "view")
@@ -138,6 +150,8 @@ class _Instructions:
             self.view(part.view)
             _within(part.region, self.program.views[part.view].region, "a part of a collective")
             _need(part.peer in group, f"rank {part.peer} is not in the group of a collective")
+        into = {self.program.views[part.view].buffer for part in item.incoming}
+        _need(not into & self.states, "a collective ends in a state")
 
     def check(self, item: Instruction) -> None:
         plan, program = self.plan, self.program
@@ -148,9 +162,14 @@ class _Instructions:
                 for number in (*item.inputs, *item.outputs):
                     self.view(number)
                 _need(bool(item.outputs), "a stage without outputs")
-                _need(
-                    min(program.made_by(item), default=len(plan.targets)) >= len(plan.targets), "a stage makes a target"
-                )
+                made = [number for number in program.made_by(item) if number not in self.states]
+                _need(min(made, default=len(plan.targets)) >= len(plan.targets), "a stage makes a target")
+                for number in item.outputs:
+                    view = program.views[number]
+                    if number not in item.inputs and view.buffer in self.states:
+                        box = program.buffers[view.buffer]
+                        whole = view.region == Region(0, box.rows, 0, box.cols)
+                        _need(whole, f"a stage makes a part of state {box.name}")
             case Send():
                 self.send(item)
             case Signal() | Wait() | Reset():
@@ -165,6 +184,7 @@ class _Instructions:
             case Drop():
                 _index(item.buffer, len(program.buffers), "buffer")
                 _need(item.buffer >= len(plan.targets), "a target is dropped")
+                _need(item.buffer not in self.states, "a state is dropped")
             case Load():
                 _index(item.input, len(plan.inputs), "input")
                 buffer, view = self.view(item.view), program.views[item.view]
@@ -172,6 +192,7 @@ class _Instructions:
                 _need(item.batch >= 0 and item.batch + buffer.batch <= batch, "the batches of an input")
                 _inside(item.region, rows, cols, "the share of an input")
                 _need(view.buffer >= len(plan.targets), "an input is loaded into a target")
+                _need(view.buffer not in self.states, "an input is loaded into a state")
                 alike = (item.region.rows, item.region.cols) == (view.region.rows, view.region.cols)
                 _need(alike, "an input and its view differ in shape")
             case Store():
@@ -210,6 +231,7 @@ def check_plan(plan: Plan) -> str | None:
     """One sentence on the first reference that leads nowhere; None for a plan that is whole."""
     try:
         _tables(plan)
+        _states(plan)
         for rank, program in enumerate(plan.ranks):
             _memory(plan, program)
             checker = _Instructions(plan, rank)

@@ -1,7 +1,7 @@
 """A plan set: the versions of one step, variants and buckets, that ranks run one after another in one arena.
 
-Every plan of a set has the set's arena and page of flags; its targets lie where the plan alone would have them, and its
-flags have slots that no other plan uses.
+Every plan of a set has the set's arena and page of flags; its targets lie where the plan alone would have them, behind
+the states of all plans, and its flags have slots that no other plan uses. States of one name are one tensor.
 """
 
 from __future__ import annotations
@@ -14,11 +14,27 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter
 
 from stepgraph.planner.diagnostics import Diagnostic, PlanError, nearest
-from stepgraph.planner.plan import Flag, Instruction, Plan, Reset, Signal, Wait
+from stepgraph.planner.plan import (
+    ALIGNMENT,
+    Collective,
+    Flag,
+    Instruction,
+    Plan,
+    Reset,
+    Run,
+    Send,
+    Signal,
+    State,
+    Store,
+    Wait,
+)
+from stepgraph.planner.plan import loads as load_one
 from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.plan_file import digest, read_text, refuse, sealed, unsealed
 
 FORMAT = "stepgraph-plan-set"
+HEAD = 64
+"""The format stands in the first so many characters of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +50,7 @@ class BucketSizes:
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
     name: str
     sizes: tuple[tuple[str, int], ...]
-    """Those that the schedule gives for it."""
+    """All sizes of its `shape`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +78,7 @@ class PlanSet:
         Raises:
             PlanError: E155 for one that is not there.
         """
-        names = [[rule.name for rule in self.variants] or [""], [entry.name for entry in self.buckets] or [""]]
-        found = []
-        for what, wanted, known in zip(("variant", "bucket"), (variant, bucket), names, strict=True):
-            if wanted and wanted not in known:
-                expected = f"one of {', '.join(known)}" if any(known) else f"no {what}: there is one"
-                problem = f"{self.name} has no {what} '{wanted}'"
-                raise PlanError([Diagnostic("E155", problem, None, expected, f"'{wanted}'", nearest(wanted, known))])
-            found.append(known.index(wanted) if wanted else 0)
-        return found[0] * len(names[1]) + found[1]
+        return choose(self.name, [v.name for v in self.variants], [b.name for b in self.buckets], variant, bucket)
 
     def plan(self, variant: str = "", bucket: str = "") -> Plan:
         """The plan of a version, as ``index`` finds it."""
@@ -101,6 +109,29 @@ class PlanSet:
         return {version(later): tuple(version(p) for p in self.plans if allowed(p, later)) for later in self.plans}
 
 
+def choose(name: str, variants: Sequence[str], buckets: Sequence[str], variant: str, bucket: str) -> int:
+    """Which version is meant, of all variants and buckets, variant by variant; by default the first of each.
+
+    Raises:
+        PlanError: E155 for one that is not there.
+    """
+    found = []
+    for what, wanted, known in (("variant", variant, variants), ("bucket", bucket, buckets)):
+        if wanted and wanted not in known:
+            expected = f"one of {', '.join(known)}" if known else f"no {what}: there is one"
+            problem = f"{name} has no {what} '{wanted}'"
+            raise PlanError([Diagnostic("E155", problem, None, expected, f"'{wanted}'", nearest(wanted, known))])
+        found.append(known.index(wanted) if wanted else 0)
+    return found[0] * max(1, len(buckets)) + found[1]
+
+
+def alone(plan: Plan) -> PlanSet:
+    """A plan without other versions, as a set."""
+    variant, bucket = plan.source.variant, plan.source.bucket
+    variants = (VariantRule(variant, (variant,)),) if variant else ()
+    return PlanSet(plan.name, variants, (BucketSizes(bucket, ()),) if bucket else (), (plan,))
+
+
 def version(plan: Plan) -> str:
     """The name of a plan's version in its set; that of the plan where it has one version."""
     return "/".join(name for name in (plan.source.variant, plan.source.bucket) if name) or plan.name
@@ -108,6 +139,7 @@ def version(plan: Plan) -> str:
 
 def share_memory(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     """The plans with one arena, as large as the largest, and one page of flags in which each has slots of its own."""
+    plans = states_in_place(plans)
     arena = max(plan.arena_bytes for plan in plans)
     bound = max(plan.arena_lower_bound for plan in plans)
     slots = sum(plan.flag_slots for plan in plans)
@@ -121,6 +153,75 @@ def share_memory(plans: Sequence[Plan]) -> tuple[Plan, ...]:
         found.append(replace(plan, ranks=ranks, arena_bytes=arena, arena_lower_bound=bound, flag_slots=slots))
         base += plan.flag_slots
     return tuple(found)
+
+
+def states_in_place(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """The plans with the states that peers write to in front of everything else, each at one place: what one plan
+    leaves in a state, another finds. States are known by their names, and every plan has its own in front already."""
+    offsets: dict[str, int] = {}
+    end = 0
+    for plan in plans:
+        for state in plan.states:
+            if state.buffer < len(plan.targets) and state.name not in offsets:
+                offsets[state.name] = end
+                end += _aligned(plan.targets[state.buffer].nbytes)
+    found = []
+    for plan in plans:
+        names = {state.buffer: state.name for state in plan.states if state.buffer < len(plan.targets)}
+        shift = end - sum(_aligned(plan.targets[number].nbytes) for number in names)
+        targets = tuple(
+            replace(target, offset=offsets[names[number]] if number in names else target.offset + shift)
+            for number, target in enumerate(plan.targets)
+        )
+        arena, bound = plan.arena_bytes + shift, plan.arena_lower_bound + shift
+        found.append(replace(plan, targets=targets, arena_bytes=arena, arena_lower_bound=bound))
+    return tuple(found)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def differing_state(plans: Sequence[Plan]) -> tuple[str, Plan, Plan] | None:
+    """A state that two plans don't have alike on every rank, and the two; None where all do."""
+    seen: dict[str, tuple[Plan, object]] = {}
+    for plan in plans:
+        for state in plan.states:
+            boxes = [program.buffers[state.buffer] for program in plan.ranks]
+            sent_into = state.buffer < len(plan.targets)
+            kind = (sent_into, [(box.dtype, box.batch, box.rows, box.cols) for box in boxes])
+            other, known = seen.setdefault(state.name, (plan, kind))
+            if known != kind:
+                return state.name, other, plan
+    return None
+
+
+def declared(state: State) -> str:
+    """The name under which a schedule has a state, without its layer and bucket."""
+    return state.name.partition("@")[0].partition("[")[0]
+
+
+def state_uses(plan: Plan) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of the states that a plan reads, and of those that it writes."""
+    names = {state.buffer: declared(state) for state in plan.states}
+    read: set[int] = set()
+    written: set[int] = set()
+    for program in plan.ranks:
+        views = program.views
+        for item in program.instructions:
+            match item:
+                case Run():
+                    read |= {views[number].buffer for number in item.inputs}
+                    written |= {views[number].buffer for number in item.outputs}
+                case Send():
+                    read.add(views[item.source].buffer)
+                    written.add(item.target)
+                case Store():
+                    read.add(views[item.view].buffer)
+                case Collective():
+                    read |= {views[part.view].buffer for part in item.outgoing}
+    used_names = [frozenset(names[number] for number in used & set(names)) for used in (read, written)]
+    return used_names[0], used_names[1]
 
 
 def _shifted(item: Instruction, base: int) -> Instruction:
@@ -172,11 +273,21 @@ def _check(plans: PlanSet) -> str:
         for what in shared:
             if getattr(plan, what) != getattr(first, what):
                 return f"{version(plan)} and {version(first)} differ in {what}"
+    if differing_state(plans.plans) is not None:
+        return "two plans have a state of one name in two shapes"
+    places: dict[str, int] = {}
+    for plan in plans.plans:
+        for state in plan.states:
+            if state.buffer < len(plan.targets):
+                offset = plan.targets[state.buffer].offset
+                if places.setdefault(state.name, offset) != offset:
+                    return f"state {state.name} lies at two places"
     if any(name not in names for rule in plans.variants for name in rule.after):
         return "a variant follows one that is not there"
     return ""
 
 
 def load_plan_set(path: Path, edited: bool = False) -> PlanSet:
-    """``loads`` of a file. Raises PlanError, also E150 where the file can't be read."""
-    return loads(read_text(path), edited)
+    """``loads`` of a file; a plan alone is a set of one. Raises PlanError, also E150 where the file can't be read."""
+    text = read_text(path)
+    return loads(text, edited) if FORMAT in text[:HEAD] else alone(load_one(text, edited))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -213,10 +214,20 @@ class Rule:
         options: tuple[tuple[str, str], ...] = (),
         partial: bool = False,
     ) -> None:
-        """A stage with one result in memory of its own."""
-        value = self.e.fresh(self.site.context.defines(name), form, placement, partial)
+        """A stage with one result, in memory of its own or in the state that it names."""
+        value = self.result(name, form, placement, partial)
+        if value is None:
+            self.give_up([name])
+            return
         self.node(Action.RUN, [(o.role, o.value) for o in operands], [value], options)
         self.define(name, value)
+
+    def result(self, name: str, form: Form, placement: Placement, partial: bool = False) -> int | None:
+        """A value that a stage makes, in memory of its own, or in a state; None after telling why not there."""
+        full = self.site.context.defines(name)
+        if full in self.e.schedule.state:
+            return self.e.states.result(full, form, placement, partial, self.site.path)
+        return self.e.fresh(full, form, placement, partial)
 
     def give_up(self, names: Sequence[str]) -> None:
         """The results are unknown; whoever reads them is not told again."""
@@ -256,13 +267,19 @@ def check_sizes(e: Expander) -> None:
         )
     if schedule.axis("cfg") > 2:
         e.error("E204", ("mesh", "cfg"), "there are two branches of guidance", "1 or 2", str(schedule.axis("cfg")))
-    for name, _ in schedule.segments:
-        if name in ("batch", "hidden", "heads", "kv_heads", "head_dim", "ffn"):
+    taken = ["batch", "hidden", "heads", "kv_heads", "head_dim", "ffn"]
+    named = [("shape", "seq", name) for name, _ in schedule.segments]
+    for path in [*named, *(("shape", name) for name, _ in schedule.more_sizes)]:
+        name = path[-1]
+        if not re.match(ops.NAME_PATTERN, name):
+            e.error("E211", path, f"'{name}' is no name", "letters, digits and _", f"'{name}'", key=True)
+        if name in taken:
             e.error(
                 "E211",
-                ("shape", "seq", name),
+                path,
                 f"'{name}' is already the name of a size",
                 "another name",
                 f"'{name}'",
                 key=True,
             )
+        taken.append(name)

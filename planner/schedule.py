@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError, nearest
@@ -20,6 +20,7 @@ from stepgraph.planner.ops import (
     Name,
     Names,
     Op,
+    Send,
     Size,
     Via,
     as_tuple,
@@ -51,8 +52,14 @@ class ModelSizes(Model):
     dtype: DTypeName = Field(description="bfloat16, float16, float32 or float64.")
 
 
+Extra = Annotated[int, Field(ge=0, le=2**40)]
+
+
 class ShapeSizes(Model):
-    """Global sizes of a request."""
+    """Global sizes of a request: batch, seq, and any others under names of their own, for shapes and for `at`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Extra]
 
     batch: Size = Field(1, description="Samples.")
     seq: Size | Annotated[dict[Name, Size], Field(min_length=1)] = Field(
@@ -69,6 +76,20 @@ class InputSpec(Model):
         "replicated",
         description="replicated: every rank loads it whole; sequence: each rank loads its own rows; cfg: both "
         "branches, conditioned first, are stacked in front of the shape, and each rank loads its own.",
+    )
+
+
+class StateSpec(Model):
+    """A tensor that outlives a step: zero before a session's first step, then what the last step has left in it."""
+
+    shape: Dims = Field(description="Global sizes, numbers or names.")
+    placement: Literal["sequence", "head", "replicated"] = Field(
+        "replicated",
+        description="replicated: every rank holds it whole; sequence: its own rows; head: all rows of its own heads.",
+    )
+    dtype: DTypeName | None = Field(None, description="By default that of the model.")
+    per: Literal["step", "layer"] = Field(
+        "step", description="layer: every layer has one of its own, and the name means that of the layer; step: one."
     )
 
 
@@ -119,6 +140,7 @@ class Defaults(Model):
     all_gather: ExchangeDefaults = ExchangeDefaults()
     concat: KindDefaults = KindDefaults()
     split: KindDefaults = KindDefaults()
+    keep: KindDefaults = KindDefaults()
     guide: ExchangeDefaults = ExchangeDefaults()
 
 
@@ -148,6 +170,7 @@ class Document(Model):
         description="What the caller hands over, in order."
     )
     outputs: Names = Field(description="What the caller gets: names at the end of the step.")
+    state: dict[Name, StateSpec] = Field(default={}, description="Tensors that outlive a step.")
     streams: Annotated[dict[Name, StreamSpec], Field(min_length=1)] = Field(
         default={"compute": StreamSpec(), "copy": StreamSpec()},
         description="The streams; a capture starts and ends on the first.",
@@ -158,7 +181,7 @@ class Document(Model):
     variants: Annotated[dict[Name, VariantSpec], Field(min_length=1)] | None = Field(
         None, description="Named versions of the step, instead of `step`: each becomes a plan and a graph of its own."
     )
-    buckets: Annotated[dict[Name, Annotated[dict[Name, Size], Field(min_length=1)]], Field(min_length=1)] | None = (
+    buckets: Annotated[dict[Name, Annotated[dict[Name, Extra], Field(min_length=1)]], Field(min_length=1)] | None = (
         Field(None, description="Named values for sizes of `shape`: each becomes a plan and a graph of its own.")
     )
 
@@ -213,9 +236,15 @@ class Schedule:
     batch: int
     segments: tuple[tuple[str, int], ...]
     """Named sequence lengths; a plain `seq` is one segment named seq."""
+    more_sizes: tuple[tuple[str, int], ...]
+    """The other named sizes of `shape`."""
     inputs: tuple[tuple[str, InputSpec], ...]
     outputs: tuple[str, ...]
     outputs_path: TreePath
+    state: Mapping[str, StateSpec]
+    """In the order written."""
+    sent_into: frozenset[str]
+    """The states that a send names, in this version of the step or in another: peers write to them."""
     streams: tuple[str, ...]
     handshake: Handshake
     transport: Literal["auto", "symmetric", "ipc", "nccl"]
@@ -228,6 +257,8 @@ class Schedule:
     variant: str = ""
     bucket: str = ""
     """Which version of several this one is."""
+    varying: frozenset[str] = frozenset()
+    """The sizes that buckets give values for."""
 
     @property
     def in_set(self) -> bool:
@@ -248,6 +279,7 @@ class Schedule:
                     self,
                     batch=sizes.get("batch", self.batch),
                     segments=tuple((name, sizes.get(name, length)) for name, length in self.segments),
+                    more_sizes=tuple((name, sizes.get(name, size)) for name, size in self.more_sizes),
                     outputs=variant.outputs if variant else self.outputs,
                     outputs_path=variant.outputs_path if variant else self.outputs_path,
                     step=variant.step if variant else self.step,
@@ -255,9 +287,14 @@ class Schedule:
                     buckets=(),
                     variant=variant.name if variant else "",
                     bucket=bucket.name if bucket else "",
+                    varying=frozenset(name for bucket in self.buckets for name, _ in bucket.sizes),
                 )
                 found.append(version)
         return tuple(found)
+
+    def state_suffix(self, name: str) -> str:
+        """What stands behind a state's name where every bucket has one of its own: those whose shape varies."""
+        return f"@{self.bucket}" if self.bucket and self.varying & set(self.state[name].shape) else ""
 
     def axis(self, name: str) -> int:
         """Size of a mesh axis; 1 for one that the mesh lacks."""
@@ -265,9 +302,10 @@ class Schedule:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every named size: batch, segments, hidden, heads, kv_heads, head_dim, ffn."""
+        """Every named size: batch, segments, hidden, heads, kv_heads, head_dim, ffn, and the others of `shape`."""
         model = self.model
         return {
+            **dict(self.more_sizes),
             "batch": self.batch,
             "hidden": model.hidden,
             "heads": model.heads,
@@ -357,9 +395,12 @@ def parse(tree: SourceTree) -> Schedule:
         mesh=tuple(document.mesh.items()),
         batch=document.shape.batch,
         segments=tuple(seq.items()) if isinstance(seq, dict) else (("seq", seq),),
+        more_sizes=tuple((document.shape.model_extra or {}).items()),
         inputs=tuple(document.inputs.items()),
         outputs=variants[0].outputs if variants else document.outputs,
         outputs_path=variants[0].outputs_path if variants else ("outputs",),
+        state=document.state,
+        sent_into=frozenset(_sent_into(document.state, (*blocks.values(), step, *(v.step for v in variants)))),
         streams=tuple(document.streams),
         handshake=document.defaults.handshake,
         transport=document.defaults.transport,
@@ -385,6 +426,18 @@ def _variants(document: Document, itemizer: _Itemizer) -> tuple[Variant, ...]:
     )
 
 
+def _sent_into(state: Mapping[str, StateSpec], lists: Iterable[tuple[Item, ...]], suffix: str = "") -> Iterator[str]:
+    """The states that a send of any list names; inside `each` with its suffix, if there is such a one."""
+    for items in lists:
+        for item in items:
+            if isinstance(item, EachItem):
+                for each in item.suffixes:
+                    yield from _sent_into(state, (item.items,), each)
+            elif isinstance(item, OpItem) and isinstance(item.op, Send) and item.op.into:
+                own = f"{item.op.into}.{suffix}"
+                yield own if own in state else item.op.into
+
+
 def _set_problems(document: Document, tree: SourceTree) -> list[Diagnostic]:
     """What is wrong with `step`, `variants` and `buckets` taken together."""
     found: list[Diagnostic] = []
@@ -406,9 +459,13 @@ def _set_problems(document: Document, tree: SourceTree) -> list[Diagnostic]:
                     Diagnostic("E214", problem, tree.place(path), expected, f"'{other}'", nearest(other, names))
                 )
     seq = document.shape.seq
-    sizes = ["batch", *(seq if isinstance(seq, dict) else ["seq"])]
+    whole = ["batch", *(seq if isinstance(seq, dict) else ["seq"])]
+    sizes = [*whole, *(document.shape.model_extra or {})]
     for name, values in (document.buckets or {}).items():
-        for size in values:
+        for size, value in values.items():
+            if size in whole and value == 0:
+                place = tree.place(("buckets", name, size))
+                found.append(Diagnostic("E103", f"'buckets.{name}.{size}' has a wrong value", place, "at least 1", "0"))
             if size not in sizes:
                 place = tree.key_place(("buckets", name, size))
                 expected = f"one of {', '.join(sizes)}"

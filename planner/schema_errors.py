@@ -96,6 +96,8 @@ def _known_keys(path: Path) -> list[str]:
             return ["ulysses", "tensor", "cfg"]
         if parents[0] == "inputs":
             return list(levels.InputSpec.model_fields)
+        if parents[0] == "state":
+            return list(levels.StateSpec.model_fields)
         if parents[0] == "defaults":
             kind_defaults: Model = getattr(levels.Defaults(), kind, levels.KindDefaults())
             return list(type(kind_defaults).model_fields)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stepgraph.planner.opgraph import Action, Node, OpGraph
+from stepgraph.planner.state_order import states_open_at_the_wrap
 from stepgraph.planner.values import Space
 
 
@@ -82,10 +83,14 @@ def _dependencies(graph: OpGraph, stream: list[int]) -> list[set[int]]:
     for index, node in enumerate(graph.nodes):
         for _, value in node.inputs:
             memory, piece = graph.values[value].memory, graph.values[value].piece
-            # A view (shard, split, own heads) has no node: what wrote its memory made it.
+            # A view (shard, split, own heads) has no node: what wrote its memory made it. A state may be older still.
             source = producer.get(value, written.get((memory, piece)))
-            assert source is not None, f"{node.name} reads {graph.values[value].name}, which nothing makes"
-            needs[index].add(source)
+            if source is not None:
+                needs[index].add(source)
+            else:
+                assert graph.memories[memory].state, (
+                    f"{node.name} reads {graph.values[value].name}, which nothing makes"
+                )
             latest = written.get((memory, piece))
             if latest is not None:
                 needs[index].add(latest)
@@ -151,7 +156,8 @@ def _lifetimes(graph: OpGraph, stream: list[int], clocks: list[tuple[int, ...]])
     for index, node in enumerate(graph.nodes):
         for value in {*(value for _, value in node.inputs), *node.outputs}:
             memory = graph.values[value].memory
-            if graph.memories[memory].space is Space.TARGET and node.action is not Action.HANDSHAKE:
+            found = graph.memories[memory]
+            if found.space is Space.TARGET and not found.state and node.action is not Action.HANDSHAKE:
                 accesses[memory].append(index)
     exchanges: dict[str, list[int]] = defaultdict(list)
     for index, node in enumerate(graph.nodes):
@@ -161,7 +167,7 @@ def _lifetimes(graph: OpGraph, stream: list[int], clocks: list[tuple[int, ...]])
     def before(first: int, second: int) -> bool:
         return first != second and clocks[second][stream[first]] >= clocks[first][stream[first]]
 
-    found = {}
+    lifetimes = {}
     for memory, nodes in accesses.items():
         order = exchanges[graph.memories[memory].axis]
         after, until = len(order), 0
@@ -170,8 +176,8 @@ def _lifetimes(graph: OpGraph, stream: list[int], clocks: list[tuple[int, ...]])
             first = _count(order, lambda exchange, access=access: before(exchange, access)) - 1  # type: ignore[misc]
             last = _count(order, lambda exchange, access=access: not before(access, exchange))  # type: ignore[misc]
             after, until = min(after, first), max(until, last)
-        found[memory] = Lifetime(after, until, len(order))
-    return found
+        lifetimes[memory] = Lifetime(after, until, len(order))
+    return lifetimes
 
 
 def _count(order: list[int], holds: Callable[[int], bool]) -> int:
@@ -186,15 +192,16 @@ def _count(order: list[int], holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _closing(graph: OpGraph, lifetimes: dict[int, Lifetime]) -> list[str]:
+def _closing(graph: OpGraph, lifetimes: dict[int, Lifetime], open_axes: set[str]) -> list[str]:
     """The axes that need one more handshake at the end of the step: a flag needs another exchange between its reset
-    and its next write, and a target one between its last access and the next replay's first."""
+    and its next write, and a target one between its last access and the next replay's first. ``open_axes`` are those
+    of states that need it."""
     short = []
     for axis, size in graph.schedule.mesh:
         kinds = [node.action for node in graph.nodes if node.action.is_exchange and node.axis == axis]
         flags_reused = kinds == [Action.HANDSHAKE] and size > 1
         targets = [life for memory, life in lifetimes.items() if graph.memories[memory].axis == axis]
-        if flags_reused or not all(life.fits for life in targets):
+        if flags_reused or axis in open_axes or not all(life.fits for life in targets):
             short.append(axis)
     return short
 
@@ -202,15 +209,21 @@ def _closing(graph: OpGraph, lifetimes: dict[int, Lifetime]) -> list[str]:
 def _closing_set(graph: OpGraph) -> list[str]:
     """The axes whose closing handshakes, one after another, let every rank know that all ranks are through with a
     version of a step before anything of the next one begins, whichever that is. A flag of an axis without another
-    exchange needs two in turn. A version without exchanges has no targets and closes nothing."""
-    if not graph.schedule.in_set or not any(node.action.is_exchange for node in graph.nodes):
-        return []
+    exchange needs two in turn. A version without exchanges and without states that peers write to has no targets and
+    closes nothing."""
     used = {node.axis for node in graph.nodes if node.action.is_exchange}
+    reached = used or any(graph.memories[memory].space is Space.TARGET for memory in graph.states)
+    if not graph.schedule.in_set or not reached:
+        return []
     return [axis for axis, size in graph.schedule.mesh if size > 1 for _ in range(1 if axis in used else 2)]
 
 
 def order(graph: OpGraph) -> StreamPlan:
-    """Put every node on its stream and find the events."""
+    """Put every node on its stream and find the events.
+
+    Raises:
+        ScheduleError: E301 for a send into a state that nothing orders behind an earlier use of it.
+    """
     names = graph.schedule.streams
     closed = _closing_set(graph)
     graph = _closed(graph, closed)
@@ -222,7 +235,8 @@ def order(graph: OpGraph) -> StreamPlan:
                 needs[index].update(_last_nodes(stream[:index]))
         waits, joins, clocks, before = _reduce(needs, stream, len(names))
         lifetimes = _lifetimes(graph, stream, clocks)
-        short = [axis for axis in _closing(graph, lifetimes) if axis not in closed]
+        open_axes = states_open_at_the_wrap(graph, stream, clocks)
+        short = [axis for axis in _closing(graph, lifetimes, open_axes) if axis not in closed]
         if not short:
             return StreamPlan(graph, tuple(stream), tuple(waits), joins, before, tuple(clocks), lifetimes)
         closed += short
@@ -244,7 +258,7 @@ def _closed(graph: OpGraph, axes: list[str]) -> OpGraph:
 
 def _closing_handshake(graph: OpGraph, axis: str, suffix: str) -> Node:
     exchanges = [node for node in reversed(graph.nodes) if node.action.is_exchange]
-    last = next((node for node in exchanges if node.axis == axis), exchanges[0])
+    last = next((node for node in exchanges if node.axis == axis), exchanges[0] if exchanges else graph.nodes[-1])
     return Node(
         Action.HANDSHAKE,
         "closing",

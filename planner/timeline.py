@@ -68,7 +68,9 @@ def _stage_seconds(plan: Plan, rank: int, instruction: Run, hardware: Hardware) 
     def nbytes(views: list[View]) -> int:
         return sum(prod(view.shape) * program.buffers[view.buffer].dtype.itemsize for view in views)
 
-    moved, flops = nbytes(inputs) + nbytes(outputs), 0.0
+    made = [program.views[number] for number in instruction.outputs if number not in instruction.inputs]
+    copied = [view for view in made if view.buffer in plan.state_buffers]
+    moved, flops = nbytes(inputs) + nbytes(outputs) + 2 * nbytes(copied), 0.0
     roles = [operand.role for operand in op.inputs]
     if op.kind == "linear":
         rows = program.buffers[inputs[0].buffer].batch * inputs[0].region.rows

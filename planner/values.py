@@ -69,6 +69,8 @@ class Space(Enum):
     INPUT = auto()
     LOCAL = auto()
     TARGET = auto()
+    STATE = auto()
+    """Of a state that only its own rank writes. One that is sent into is a TARGET."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,9 @@ class Memory:
     """Of a TARGET: how many alternate; None leaves it to the planner."""
     axis: str = ""
     """Of a TARGET: the mesh axis over which its writers lie."""
+    state: str = ""
+    """The key of the state that lies here: its name, as ``kcache[3]`` where every layer has its own. Not dropped, not
+    shared, and written by nobody when the session starts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from stepgraph.planner.opgraph import Action
 from stepgraph.planner.plan import Plan, Run
 from stepgraph.planner.shares import Shares
 from stepgraph.planner.values import DimKind, Placement, Value
-from stepgraph.runtime.session import DeviceName, Session, cuda_lacks, need_cuda, random_inputs
+from stepgraph.runtime.inputs import random_inputs
+from stepgraph.runtime.session import DeviceName, Session, cuda_lacks, need_cuda
 from stepgraph.runtime.simulate import SLACK, schedule_of
 
 MakeStages = Callable[[int, torch.device], StageMaker]

@@ -10,41 +10,64 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Generator, Sequence
+from itertools import accumulate
 
 import torch
 
 from stepgraph.kernels.stages import StageMaker
 from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
-from stepgraph.planner.plan import Plan
+from stepgraph.planner.plan import Buffer, Plan
+from stepgraph.planner.plan_set import version as version_of
 from stepgraph.planner.verify.counterexample import Turn
+from stepgraph.runtime.cache import ReplayCache
 from stepgraph.runtime.cpu_collective import Rendezvous
-from stepgraph.runtime.cpu_memory import Movements, Race, RankMemory, Report, describe, fresh_clock
-from stepgraph.runtime.cpu_rank import Inputs, Outputs, RankQueues
+from stepgraph.runtime.cpu_memory import (
+    MAX_FINDINGS,
+    Movements,
+    Race,
+    RankBlock,
+    RankMemory,
+    Report,
+    Unread,
+    describe,
+    fresh_clock,
+)
+from stepgraph.runtime.cpu_rank import Outputs, RankQueues, StepInputs
 from stepgraph.runtime.executor import issue
 from stepgraph.runtime.interleave import InterleavingError
 from stepgraph.runtime.shadow import Conflict, Ints
 from stepgraph.runtime.stage_call import make_stages
 
-HostLoop = Generator[Inputs, Outputs, object]
-"""One rank's host: yields the inputs of a step, is sent its outputs."""
+HostLoop = Generator[StepInputs, Outputs, object]
+"""One rank's host: yields what a step takes, is sent its outputs."""
 Choice = tuple[int, int | None]
 """A rank, and which of its streams goes on; None for its host."""
 
 
 class World:
-    """All ranks of a plan: the cpu side of a session."""
+    """All ranks of a plan, or of the plans of a set, of which each step runs one: the cpu side of a session."""
 
     device = torch.device("cpu")
 
-    def __init__(self, plan: Plan, stages: StageMaker, seed: int = 0) -> None:
-        self.plan = plan
-        self.ranks: Sequence[int] = range(plan.world_size)
-        self.width = len(plan.streams)
-        self.chains = plan.world_size * self.width
+    def __init__(self, plans: Sequence[Plan], cache: ReplayCache, stages: StageMaker, seed: int = 0) -> None:
+        self.plans, self.cache, self.streams = plans, cache, plans[0].streams
+        self.ranks: Sequence[int] = range(plans[0].world_size)
+        self.width = len(self.streams)
+        self.chains = len(self.ranks) * self.width
         self.report = Report()
         self.random = random.Random(seed)
-        self.memories = [RankMemory(plan, rank, self.chains) for rank in range(plan.world_size)]
-        self.movements = Movements(plan, self.memories, self.report)
+        blocks = [RankBlock(plans, rank, self.chains) for rank in self.ranks]
+        bases = [0, *accumulate(max(len(program.buffers) for program in plan.ranks) for plan in plans)]
+        self.memories = [
+            [RankMemory(plan, rank, self.chains, blocks[rank], base) for rank in self.ranks]
+            for plan, base in zip(plans, bases, strict=False)
+        ]
+        """Of each plan, by rank."""
+        self.unread: dict[tuple[int, int], Unread] = {}
+        self.movements = [
+            Movements(plan, memories, self.report, self.unread)
+            for plan, memories in zip(plans, self.memories, strict=True)
+        ]
         self.clocks = [fresh_clock(self.chains) for _ in range(self.chains)]
         self.history: list[list[tuple[int, str]]] = [[] for _ in range(self.chains)]
         self.signals: dict[tuple[int, int], Ints] = {}
@@ -53,12 +76,22 @@ class World:
         """(chain, time) of the last reset of each word."""
         self.consumed: dict[tuple[int, int], bool] = {}
         """Whether a wait has seen the word's present signal."""
-        self.rendezvous: dict[tuple[int, int], Rendezvous] = {}
+        self.rendezvous: dict[tuple[int, int, int], Rendezvous] = {}
+        """(plan, exchange, replay)."""
         self.script: deque[tuple[int, int]] = deque()
         """(rank, stream) of the turns to take before chance decides."""
-        self.queues = [RankQueues(self, rank) for rank in self.ranks]
-        for rank, queues in enumerate(self.queues):
-            issue(plan, rank, queues, make_stages(plan, rank, stages))
+        self.every = [[RankQueues(self, version, rank) for rank in self.ranks] for version in range(len(plans))]
+        """Of each plan, by rank."""
+        for plan, ranks in zip(plans, self.every, strict=True):
+            for rank, queues in enumerate(ranks):
+                issue(plan, rank, queues, make_stages(plan, rank, stages))
+        self.queues = list(self.every[0])
+        """Of each rank, those of the plan that it runs now."""
+        self.taken: list[int] = []
+        """The version of every step so far, as the first rank to come has chosen it."""
+        self.started = [0] * len(self.ranks)
+        self.done = [0] * len(self.ranks)
+        """Steps that each rank has begun, and has ended."""
 
     def run(self, loops: Sequence[HostLoop], views: bool = False) -> list[object]:
         """Run one host loop a rank to its end; gives what each loop returns. A deadlock is a fault, and ends it.
@@ -67,10 +100,7 @@ class World:
         Raises:
             StepgraphError: E604 where an earlier run was left in the middle of a step.
         """
-        if not all(queues.idle for queues in self.queues):
-            raise StepgraphError(
-                [Diagnostic("E604", "an earlier step has not finished", None, "a new session", "this one")]
-            )
+        self._need_idle()
         pace = [self.random.choice((1, 1, 4, 16)) for _ in range(self.chains)]  # some chains are slow
         results: list[object] = [None] * len(loops)
         hosts: list[HostLoop | None] = list(loops)
@@ -88,13 +118,39 @@ class World:
             assert host is not None
             try:
                 queues = self.queues[rank]
-                inputs = next(host) if queues.outputs is None else host.send(queues.taken())
-                queues.start(inputs)
+                step = next(host) if queues.outputs is None else host.send(queues.taken())
+                self._choose(rank, step.version)
+                self.queues[rank].start(step.tensors)
             except StopIteration as end:
                 results[rank] = end.value
                 hosts[rank] = None
         self._end(hosts)
         return results
+
+    def _choose(self, rank: int, version: int) -> None:
+        """Let a rank run a plan in its next step.
+
+        Raises:
+            StepgraphError: E607 where another rank runs another plan in the same step.
+        """
+        number = self.started[rank]
+        if number == len(self.taken):
+            self.taken.append(version)
+            self.cache.use(version)
+        if version != self.taken[number]:
+            names = [version_of(self.plans[chosen]) for chosen in (self.taken[number], version)]
+            problem = f"ranks take different versions in step {number}"
+            hint = "every rank must choose the same variant and bucket"
+            raise StepgraphError(
+                [Diagnostic("E607", problem, None, f"{names[0]}, as another rank", f"{names[1]} on rank {rank}", hint)]
+            )
+        self.started[rank] += 1
+        self.queues[rank] = self.every[version][rank]
+
+    def over(self, rank: int) -> None:
+        """A rank has ended a step."""
+        self.done[rank] += 1
+        self.report.replays = min(self.done)
 
     def _any(self, hosts: Sequence[HostLoop | None], pace: Sequence[int]) -> Choice | None:
         """One of what could go on, by chance; None where nothing can."""
@@ -114,9 +170,7 @@ class World:
 
     def follow(self, turns: Sequence[Turn]) -> None:
         """Take these turns first, from the next replay on."""
-        self.script = deque(
-            (turn.rank, self.plan.streams.index(turn.stream)) for turn in turns for _ in range(turn.count)
-        )
+        self.script = deque((turn.rank, self.streams.index(turn.stream)) for turn in turns for _ in range(turn.count))
 
     def _scripted(self, hosts: Sequence[HostLoop | None]) -> Choice:
         """What the next turn of the script needs: the replay's begin, the end of a collective, or the turn itself.
@@ -133,9 +187,28 @@ class World:
                 self.script.popleft()
             return rank, stream
         at = "its loop has ended" if queues.idle else queues.stuck()
-        message = f"rank {rank} can't take its turn on stream {self.plan.streams[stream]}"
+        message = f"rank {rank} can't take its turn on stream {self.streams[stream]}"
         hint = "give the run as many --steps as the interleaving has replays"
         raise InterleavingError([Diagnostic("E613", message, None, "an instruction that can run", at, hint)])
+
+    def reset_state(self) -> None:
+        """Zero the states of all ranks.
+
+        Raises:
+            StepgraphError: E604 where an earlier run was left in the middle of a step.
+        """
+        self._need_idle()
+        for memories in self.memories:
+            for memory in memories:
+                memory.reset_state()
+        for key in [key for key in self.unread if key[1] < 0]:  # which are states
+            del self.unread[key]
+
+    def _need_idle(self) -> None:
+        if not all(queues.idle for queues in self.queues):
+            raise StepgraphError(
+                [Diagnostic("E604", "an earlier step has not finished", None, "a new session", "this one")]
+            )
 
     def close(self) -> None:
         """Nothing outlives the process's own memory."""
@@ -145,13 +218,13 @@ class World:
         if stuck or any(host is not None for host in hosts):
             self.report.fault("deadlock", "; ".join(stuck))
             return
-        for rank, memory in enumerate(self.memories):
-            left = [slot for slot, word in enumerate(memory.flags) if word and slot not in self.queues[rank].epochs]
+        for rank, memory in enumerate(self.memories[0]):
+            epochs = {slot for ranks in self.every for slot in ranks[rank].epochs}
+            left = [slot for slot, word in enumerate(memory.flags) if word and slot not in epochs]
             if left:
                 self.report.fault("flags left", f"rank {rank} ends with flags {left} set")
 
-    def conflict(self, rank: int, buffer: int, conflict: Conflict) -> None:
-        if len(self.report.races) < 100:
-            earlier, later = describe(conflict, self.history, self.plan.streams)
-            name = self.plan.ranks[rank].buffers[buffer].name
-            self.report.races.append(Race(rank, name, earlier, later))
+    def conflict(self, buffer: Buffer, rank: int, conflict: Conflict) -> None:
+        if len(self.report.races) < MAX_FINDINGS:
+            earlier, later = describe(conflict, self.history, self.streams)
+            self.report.races.append(Race(rank, buffer.name, earlier, later))

@@ -25,6 +25,7 @@ from stepgraph.planner.plan import (
     Wait,
     WaitEvent,
 )
+from stepgraph.planner.plan_set import version
 from stepgraph.runtime.cpu_collective import Rendezvous
 from stepgraph.runtime.movement import collective_views
 from stepgraph.runtime.shadow import Ints
@@ -49,18 +50,28 @@ class _Work:
     """Of a collective: its start, which happens before it can finish."""
 
 
-class RankQueues:
-    """One rank's streams: the device that the executor issues to. What is issued once is replayed."""
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a rank's host hands over for a step."""
 
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank = world, rank
-        self.plan, self.program = world.plan, world.plan.ranks[rank]
-        self.memory = world.memories[rank]
+    version: int
+    """Which of the plans runs."""
+    tensors: Inputs
+
+
+class RankQueues:
+    """One rank's streams under one plan: the device that the executor issues to. What is issued once is replayed."""
+
+    def __init__(self, world: World, version: int, rank: int) -> None:
+        self.world, self.version, self.rank = world, version, rank
+        self.plan = world.plans[version]
+        self.program = self.plan.ranks[rank]
+        self.memories = world.memories[version]
+        self.memory, self.movements = self.memories[rank], world.movements[version]
         self.work: list[list[_Work]] = [[] for _ in range(world.width)]
         self.next = [0] * world.width
         self.replay = -1
-        self.done = 0
-        """Replays that are over."""
+        """Of this plan."""
         self.inputs: Inputs = ()
         self.outputs: dict[int, Tensor] | None = None
         self.events: dict[int, Ints] = {}
@@ -126,7 +137,7 @@ class RankQueues:
         collective = self.program.instructions[item.number]
         if not isinstance(collective, Collective):
             return False
-        meeting = self.world.rendezvous.get((collective.exchange, self.replay))
+        meeting = self.world.rendezvous.get((self.version, collective.exchange, self.replay))
         return meeting is not None and self.rank in meeting.starts
 
     def check_joined(self) -> None:
@@ -137,8 +148,7 @@ class RankQueues:
             if self.work[stream] and origin[chain] < self.world.clocks[chain][chain]:
                 name = self.plan.streams[stream]
                 self.world.report.fault("not joined", f"stream {name} of rank {self.rank} is not joined at the end")
-        self.done += 1
-        self.world.report.replays = min(queues.done for queues in self.world.queues)
+        self.world.over(self.rank)
 
     def taken(self) -> Outputs:
         assert self.outputs is not None
@@ -150,7 +160,8 @@ class RankQueues:
             for stream, (at, queue) in enumerate(zip(self.next, self.work, strict=True))
             if at < len(queue)
         ]
-        return f"rank {self.rank} in replay {self.replay}: {', '.join(heads)}"
+        name = f" of {version(self.plan)}" if len(self.world.plans) > 1 else ""
+        return f"rank {self.rank} in replay {self.replay}{name}: {', '.join(heads)}"
 
     def chain(self, stream: int) -> int:
         return self.rank * self.world.width + stream
@@ -175,27 +186,27 @@ class RankQueues:
         if buffer in self.memory.dropped:
             name = self.program.buffers[buffer].name
             self.world.report.fault("dropped", f"rank {self.rank} reads {name} after it was dropped")
-        self.world.movements.read(self.rank, buffer)
+        self.movements.read(self.rank, buffer)
         chain = self.chain(stream)
         clock, shadow = self.world.clocks[chain], self.memory.shadow(buffer, region)
         conflict, unwritten = shadow.read(chain, int(clock[chain]), clock)
         if conflict is not None:
-            self.world.conflict(self.rank, buffer, conflict)
-        if unwritten and region.rows and region.cols:
+            self.world.conflict(self.program.buffers[buffer], self.rank, conflict)
+        if unwritten and region.rows and region.cols and buffer not in self.memory.states:
             name = self.program.buffers[buffer].name
             self.world.report.fault("unwritten", f"rank {self.rank} reads {name}, which nobody has written")
-        if shadow.lost(buffer):
+        if shadow.lost(self.memory.label(buffer)):
             name = self.program.buffers[buffer].name
             self.world.report.fault("overwritten", f"rank {self.rank} reads {name}, over which another was written")
 
     def write(self, stream: int, buffer: int, region: Region, owner: int | None = None) -> None:
         owner = self.rank if owner is None else owner
         chain = self.chain(stream)
-        clock, shadow = self.world.clocks[chain], self.world.memories[owner].shadow(buffer, region)
+        clock, shadow = self.world.clocks[chain], self.memories[owner].shadow(buffer, region)
         conflict = shadow.write(chain, int(clock[chain]), clock)
-        shadow.holds[...] = buffer
+        shadow.holds[...] = self.memory.label(buffer)
         if conflict is not None:
-            self.world.conflict(owner, buffer, conflict)
+            self.world.conflict(self.plan.ranks[owner].buffers[buffer], owner, conflict)
 
     def allocate(self, stream: int, buffer: int, result: Tensor | None = None) -> None:
         self.memory.allocate(buffer, result)
@@ -245,6 +256,8 @@ class RankQueues:
             results = call_stage(self.plan, self.rank, run, stage, [self.memory.view(view) for view in inputs])
             for buffer, result in results:
                 self.allocate(run.stream, buffer, result)
+                if buffer in self.memory.states:
+                    self.movements.made_anew(self.rank, buffer)
             for view in outputs:
                 self.write(run.stream, view.buffer, view.region)
 
@@ -252,12 +265,12 @@ class RankQueues:
 
     def send(self, number: int, send: Send) -> None:
         view = self.program.views[send.source]
-        peer = self.world.memories[send.peer]
+        peer = self.memories[send.peer]
         moved = (send.op, 0)
 
         def run() -> None:
             whole = self.memory.region(view.buffer, view.region)
-            self.world.movements.note(moved, self.rank, self.replay, whole)
+            self.movements.note(moved, self.rank, self.replay, whole)
             self.read(send.stream, view.buffer, send.source_region)
             self.write(send.stream, send.target, send.region, send.peer)
             peer.region(send.target, send.region).copy_(self.memory.region(view.buffer, send.source_region))
@@ -271,7 +284,7 @@ class RankQueues:
             self.enter(signal.exchange, signal.stream)
             clock = self.world.clocks[self.chain(signal.stream)]
             for flag in signal.flags:
-                word, flags = (flag.peer, flag.slot), self.world.memories[flag.peer].flags
+                word, flags = (flag.peer, flag.slot), self.memories[flag.peer].flags
                 chain, time = self.world.resets.get(word, (0, 0))
                 if flags[flag.slot] and not kernel:
                     self.world.report.fault("lost signal", f"rank {self.rank} signals {word}, which is still set")
@@ -300,7 +313,7 @@ class RankQueues:
                 self.join(wait.stream, self.world.signals[self.rank, flag.slot])
                 self.world.consumed[self.rank, flag.slot] = True
             self.leave(wait.exchange, wait.stream)
-            self.world.movements.over(wait.exchange, self.rank, self.replay)
+            self.movements.over(wait.exchange, self.rank, self.replay)
 
         self.exchange(wait.exchange)
         self._add(wait.stream, number, f"wait {self.exchange_name(wait.exchange)}", run, ready)
@@ -327,8 +340,8 @@ class RankQueues:
         chain = self.chain(collective.stream)
 
         def meeting() -> Rendezvous:
-            key = (collective.exchange, self.replay)
-            return self.world.rendezvous.setdefault(key, Rendezvous(self.plan, self.world.memories))
+            key = (self.version, collective.exchange, self.replay)
+            return self.world.rendezvous.setdefault(key, Rendezvous(self.plan, self.memories))
 
         def arrive() -> None:
             self.enter(collective.exchange, collective.stream)
@@ -336,7 +349,7 @@ class RankQueues:
                 self.read(collective.stream, self.program.views[part.view].buffer, part.region)
             for moved, view in collective_views(self.program, collective):
                 source = self.memory.region(view.buffer, view.region)
-                self.world.movements.note(moved, self.rank, self.replay, source)
+                self.movements.note(moved, self.rank, self.replay, source)
             for buffer in dict.fromkeys(self.program.views[part.view].buffer for part in collective.incoming):
                 if buffer >= len(self.plan.targets):
                     self.allocate(collective.stream, buffer)
@@ -357,7 +370,7 @@ class RankQueues:
             for start in meeting().starts.values():
                 self.join(collective.stream, start)
             self.leave(collective.exchange, collective.stream)
-            self.world.movements.over(collective.exchange, self.rank, self.replay)
+            self.movements.over(collective.exchange, self.rank, self.replay)
 
         self.exchange(collective.exchange)
         what = f"collective {self.exchange_name(collective.exchange)}"

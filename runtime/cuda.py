@@ -65,12 +65,20 @@ class CudaRank:
         them; (batch, rows, cols), by the output's number."""
         self.sources: dict[int, Strided] = {}
         """Where each send read from when it was last issued, by the instruction's number."""
+        self.state_copies: dict[int, list[Copy2D]] = {}
+        """What took a stage's results into states when it was last issued, by the instruction's number."""
         self.watcher: Watcher | None = None
         self.capturing = False
         self.alone = False
         """Nobody takes part in collectives; what would come through them is zero."""
         for number in range(len(self.plan.targets)):
             self.tensors[number] = site.target(number)
+        # They stay where they are until the session ends: graphs know their addresses.
+        self.states = {
+            state.buffer: self.tensors[state.buffer] if state.buffer in self.tensors else site.states[state.name]
+            for state in self.plan.states
+        }
+        self.tensors |= self.states
         for item in self.program.instructions:
             if isinstance(item, Load):
                 view = self.program.views[item.view]
@@ -125,20 +133,44 @@ class CudaRank:
             return tuple(memcpy_node(copy) for copy in self._kept_copies(first))
         return self.channel.planned([item for _, item in items], self.sources.get(number))
 
+    def planned_end(self, number: int) -> tuple[PlannedNode, ...]:
+        """The last nodes that an instruction must become when a library decides on those before: what takes results of
+        a stage into states."""
+        return tuple(memcpy_node(copy) for copy in self.state_copies.get(number, ()))
+
     def run(self, number: int, run: Run, stage: Stage) -> None:
         self.channel.flush()
         with torch.cuda.stream(self.streams[run.stream]):
             inputs = [self._view(view) for view in run.inputs]
             made = call_stage(self.plan, self.site.rank, run, stage, inputs, self.capturing)
+            copies: list[Copy2D] = []
             for buffer, result in made:
-                self.tensors[buffer] = self._own(result)
+                if buffer in self.states:
+                    copies += self._into_state(self.states[buffer], self._own(result))
+                else:
+                    self.tensors[buffer] = self._own(result)
+            for copy in copies:
+                copy2d.enqueue(copy, self.streams[run.stream].cuda_stream)
+            self.state_copies[number] = copies
+
+    def _into_state(self, state: Tensor, result: Tensor) -> list[Copy2D]:
+        _, rows, cols = result.shape
+        if not result.numel():
+            return []
+        return copy2d.between(Strided.of(result), Strided.of(state), cols * result.element_size(), rows)
+
+    def reset_state(self) -> None:
+        """Zero every state, on the current stream."""
+        for state in self.states.values():
+            state.zero_()
 
     def _own(self, result: Tensor) -> Tensor:
         """A stage's result with dense rows that nobody else writes to: itself, or, where it is strided otherwise or a
-        part of a target, a copy."""
+        part of a target or of a state, a copy."""
         _, rows, cols = result.shape
         dense = (cols == 1 or result.stride(2) == 1) and (rows == 1 or result.stride(1) >= cols)
-        shared = result.untyped_storage().data_ptr() == self.site.memory.local.untyped_storage().data_ptr()
+        kept = (self.site.memory.local, *self.states.values())
+        shared = result.untyped_storage().data_ptr() in [tensor.untyped_storage().data_ptr() for tensor in kept]
         return result.clone(memory_format=torch.contiguous_format) if shared or not dense else result
 
     def send(self, number: int, send: Send) -> None:
@@ -226,6 +258,7 @@ class CudaRank:
     def let_go(self) -> None:
         """Forget every tensor."""
         self.tensors.clear()
+        self.states.clear()
         self.inputs.clear()
         self.outputs.clear()
         self.kept.clear()

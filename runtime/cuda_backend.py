@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,21 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.kernels.stages import StageMaker
 from stepgraph.planner.diagnostics import CapabilityError, Diagnostic
-from stepgraph.planner.plan import Collective, Load, Plan, Signal
-from stepgraph.runtime import group, readback
+from stepgraph.planner.plan import Collective, Plan, Signal
+from stepgraph.planner.plan_set import version as version_of
+from stepgraph.runtime import group
 from stepgraph.runtime.bindings import ParameterWatch
-from stepgraph.runtime.capture import Capture, capture
+from stepgraph.runtime.cache import ReplayCache
 from stepgraph.runtime.cpu import HostLoop
-from stepgraph.runtime.cuda import CudaRank, Watcher
-from stepgraph.runtime.executor import issue
-from stepgraph.runtime.facts import CaptureFacts, package_version
+from stepgraph.runtime.cpu_rank import StepInputs
+from stepgraph.runtime.cuda import Watcher
+from stepgraph.runtime.cuda_step import CudaStep
+from stepgraph.runtime.facts import package_version
 from stepgraph.runtime.stage_call import make_stages
 from stepgraph.runtime.transport.choices import transports
 from stepgraph.runtime.transport.collective import CollectiveTransport, on_host
-from stepgraph.runtime.transport.mapped import MappedChannel
-from stepgraph.runtime.transport.mapping import Channel, PeerMemory, RankSite, Transport, block_bytes
+from stepgraph.runtime.transport.mapping import PeerMemory, RankSite, Transport, block_bytes
 from stepgraph.runtime.transport.solo import SoloTransport
 
 log = logging.getLogger("stepgraph")
@@ -41,62 +44,75 @@ class CudaBackend:
     runs a step eagerly; the step is captured, read back, instantiated and replayed twice. Where a rank fails, all do;
     where a step does not finish in time, all try the next transport."""
 
-    def __init__(self, plan: Plan, stages: StageMaker, weights: str, eager: bool, solo: bool) -> None:
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        cache: ReplayCache,
+        stages: StageMaker,
+        weights: str,
+        eager: bool,
+        solo: bool,
+    ) -> None:
         """``weights`` says where the weights come from, for the ranks to compare."""
-        self.plan, self.solo = plan, solo
+        self.plans, self.cache, self.solo = plans, cache, solo
         self.rank = 0 if solo else dist.get_rank()
         self.ranks: Sequence[int] = (self.rank,)
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.groups = self._groups(weights, eager)
+        self.groups: dict[tuple[int, ...], dist.ProcessGroup | None] = self._groups(weights, eager)
+        """The process group of each group of ranks; None for a rank alone."""
         self.eager_because = "eager was asked for" if eager else ""
         self.watcher: Watcher | None = None
         self.streams = tuple(
             # Copies first: a priority is kept on kernels only, and costs nothing.
             torch.cuda.Stream(self.device, priority=0 if number == 0 else -1)
-            for number in range(len(plan.streams))
+            for number in range(len(plans[0].streams))
         )
-        self.loads = [item for item in plan.ranks[self.rank].instructions if isinstance(item, Load)]
         self.rescue = torch.cuda.Stream(self.device, priority=-1)
-        self.worker: CudaRank | None = None
-        self.channel: Channel | None = None
-        self.captured: Capture | None = None
+        self.steps: list[CudaStep] = []
+        """One for each plan."""
+        self.stepped = 0
+        """Steps that were taken."""
         self.taken: torch.cuda.Event | None = None
         """When the caller's stream has taken the last outputs."""
         self.one_at_a_time = threading.Lock()
-        choices = (SoloTransport(self.device, plan.world_size),) if solo else transports(self.device)
+        choices = (SoloTransport(self.device, plans[0].world_size),) if solo else transports(self.device)
         try:
-            self.stages = group.together("making stages", lambda: make_stages(plan, self.rank, stages))
+            self.stages = group.together(
+                "making stages", lambda: [make_stages(plan, self.rank, stages) for plan in plans]
+            )
             self.parameters = ParameterWatch(stages)
-            found, passed_over = group.choose("auto" if solo else plan.transport, choices, self._attempt)
+            found, passed_over = group.choose("auto" if solo else plans[0].transport, choices, self._attempt)
         except group.StuckError:
             raise  # what still runs uses everything
         except Exception:
             self._let_go()
             self._leave_groups()
             raise
-        self.facts = self._facts(found, passed_over)
-        log.info("rank %d of %s: %s", self.rank, plan.name, self.facts)
+        self.facts = self.steps[0].facts(found.name, passed_over, self.eager_because)
+        """Of the first plan."""
+        log.info("rank %d of %s: %s", self.rank, plans[0].name, self.facts)
 
-    def _groups(self, weights: str, eager: bool) -> dict[int, dist.ProcessGroup | None]:
-        """The process group of each of the plan's groups; None for a rank alone. Collective."""
+    def _groups(self, weights: str, eager: bool) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
+        """Collective."""
+        members = dict.fromkeys(group for plan in self.plans for group in plan.groups)
         if self.solo:
             if dist.is_initialized():
                 raise CapabilityError(
                     [Diagnostic("E606", "a rank alone has no group", None, "no process group", "one that is there")]
                 )
-            if any(isinstance(item, Collective) for item in self.plan.ranks[self.rank].instructions):
+            if any(isinstance(item, Collective) for plan in self.plans for item in plan.ranks[0].instructions):
                 message, hint = (
                     "a rank alone has nobody for a collective",
                     "--set defaults.gather.via=copy, and the like",
                 )
                 raise CapabilityError([Diagnostic("E606", message, None, "via: copy", "via: nccl", hint)])
-            return dict.fromkeys(range(len(self.plan.groups)))
-        group.check_group(self.plan)
-        group.agree("versions and mode", f"{_versions()}, {weights}, eager {eager}")
-        found: dict[int, dist.ProcessGroup | None] = {}
-        for number, members in enumerate(self.plan.groups):
-            made = dist.new_group(list(members)) if len(members) > 1 else None
-            found[number] = made if isinstance(made, dist.ProcessGroup) else None
+            return dict.fromkeys(members)
+        group.check_group(self.plans)
+        group.agree("versions and mode", f"{_versions()}, {weights}, eager {eager}, graph bytes {self.cache.budget}")
+        found: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        for ranks in members:
+            made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            found[ranks] = made if isinstance(made, dist.ProcessGroup) else None
         return found
 
     # From nothing to a step
@@ -107,85 +123,73 @@ class CudaBackend:
         Raises:
             SelfTestError: E611 where a step does not finish in time, on all ranks.
         """
-        block = group.attempt("allocating the arena", lambda: transport.reserve(block_bytes(self.plan)))
+        block = group.attempt("allocating the arena", lambda: transport.reserve(block_bytes(self.plans[0])))
         memory = group.attempt("mapping peers' memory", lambda: transport.connect(block))
-        site = RankSite(self.plan, self.rank, memory, self.streams, self.rescue, self.groups)
-        channel = group.together("preparing handshakes", lambda: transport.channel(site))
-        self.channel = channel
-        self.worker = group.together("preparing buffers", lambda: CudaRank(site, channel))
-        group.together("warming stages", lambda: self._rehearse(block))
+        self.steps = group.together("preparing handshakes and buffers", lambda: self._prepared(transport, memory))
+        group.together("warming stages", self._rehearse)
         self._meet()
         if not self.eager_because:
             self.eager_because = self._uncapturable(transport)
         try:
-            self._in_time("the first step", self._issue)
-            if not self.eager_because:
+            for number, step in enumerate(self.steps):
+                self._in_time("the first step", step, step.issue)
+                if self.eager_because:
+                    continue
+                if not self.cache.fits(number):
+                    step.evict()
+                    continue
                 self._meet()
-                self.captured = group.together("capturing the step", self._capture)
+                group.together("capturing the step", step.capture)
                 self._meet()
-                for number in ("first", "second"):
-                    self._in_time(f"the {number} replay", self.captured.graph.replay)
+                assert step.captured is not None
+                for which in ("first", "second"):
+                    self._in_time(f"the {which} replay", step, step.captured.graph.replay)
+                self.cache.hold(number)
         except group.SelfTestError:
             self._let_go()
             raise
+        with torch.cuda.stream(self.streams[0]):
+            self._zero_states()  # which the steps so far have written
         self._meet()
+
+    def _prepared(self, transport: Transport, memory: PeerMemory) -> list[CudaStep]:
+        found = []
+        states = self._states()
+        for plan, stages in zip(self.plans, self.stages, strict=True):
+            groups = {number: self.groups[members] for number, members in enumerate(plan.groups)}
+            site = RankSite(plan, self.rank, memory, self.streams, self.rescue, groups, states)
+            found.append(CudaStep(site, transport.channel(site), stages))
+        return found
+
+    def _states(self) -> dict[str, Tensor]:
+        """The states that only this rank writes, zeroed: of all plans, and of every capture of each."""
+        found: dict[str, Tensor] = {}
+        for plan in self.plans:
+            for state in plan.states:
+                box = plan.ranks[self.rank].buffers[state.buffer]
+                if state.buffer >= len(plan.targets) and state.name not in found:
+                    shape, dtype = (box.batch, box.rows, box.cols), torch_dtype(box.dtype)
+                    found[state.name] = torch.zeros(shape, dtype=dtype, device=self.device)
+        return found
+
+    def _rehearse(self) -> None:
+        for step in self.steps:
+            step.rehearse()
 
     def _uncapturable(self, transport: Transport) -> str:
         """Why the step can only run eagerly; empty where it can be captured."""
         kinds = (Collective, Signal) if isinstance(transport, CollectiveTransport) else (Collective,)
-        used = any(isinstance(item, kinds) for program in self.plan.ranks for item in program.instructions)
+        programs = [program for plan in self.plans for program in plan.ranks]
+        used = any(isinstance(item, kinds) for program in programs for item in program.instructions)
         if not used or not on_host(dist.group.WORLD):
             return ""
         return f"{dist.get_backend()} moves data through the host, which can't be captured"
-
-    def _rehearse(self, block: Tensor) -> None:
-        """Issue the step with nobody there: what it sends goes into this rank's own block, and it answers its own
-        waits. Loads every kernel and warms every library handle while no wait depends on a peer."""
-        assert self.worker is not None
-        real, channel = self.worker.site, self.worker.channel
-        alone = PeerMemory(block, (block.data_ptr(),) * self.plan.world_size, None)
-        site = RankSite(self.plan, self.rank, alone, self.streams, self.rescue, self.groups)
-        rehearsal = MappedChannel(site, answers=True)
-        self.worker.channel, self.worker.alone = rehearsal, True
-        rehearsal.release()  # what may be needed while a wait is pending is warm too
-        torch.cuda.synchronize(self.device)
-        rehearsal.clear()
-        self._issue()
-        torch.cuda.synchronize(self.device)
-        rehearsal.clear()
-        self.worker.site, self.worker.channel, self.worker.alone = real, channel, False
-
-    def _capture(self) -> Capture:
-        assert self.worker is not None
-        captured = capture(self.worker, self.stages)
-        self.graph_facts = readback.facts_of(captured)
-        readback.check(self.worker, captured, self.graph_facts)
-        captured.graph.instantiate()
-        return captured
-
-    def _facts(self, transport: Transport, passed_over: tuple[str, ...]) -> CaptureFacts:
-        assert self.worker is not None
-        return CaptureFacts(
-            transport=transport.name,
-            passed_over=passed_over,
-            eager_because=self.eager_because,
-            capture_seconds=self.captured.seconds if self.captured else 0.0,
-            nodes=self.graph_facts.counts if self.captured else {},
-            planned_nodes=readback.planned_counts(self.worker) if self.captured else {},
-            arena_bytes=self.plan.arena_bytes,
-            pool_bytes=self.captured.pool_bytes if self.captured else 0,
-        )
 
     def _meet(self) -> None:
         torch.cuda.synchronize(self.device)
         group.meet()
 
-    def _issue(self) -> None:
-        assert self.worker is not None
-        with torch.cuda.stream(self.streams[0]):
-            issue(self.plan, self.rank, self.worker, self.stages)
-
-    def _in_time(self, what: str, work: Callable[[], None]) -> None:
+    def _in_time(self, what: str, step: CudaStep, work: Callable[[], None]) -> None:
         """Do ``work`` on the origin and wait for it. Where it fails on some rank, or does not end in time, the waits of
         all ranks are satisfied from the host, until every rank has ended.
 
@@ -210,7 +214,7 @@ class CudaBackend:
             failure = group.ours(what, error)
         late = group.everyone("" if _over(ends) else "late")
         failed = group.everyone(group.told(failure))
-        if any(late) and not self._release(ends):
+        if any(late) and not self._release(step, ends):
             got = "waits were satisfied from the host, and it goes on"
             hint = "end the processes; a collective that hangs can only be aborted with its group"
             expected = f"an end within {RELEASE_LIMIT:g} s"
@@ -227,7 +231,7 @@ class CudaBackend:
         expected = f"an end within {TIME_LIMIT:g} s"
         raise group.SelfTestError([Diagnostic("E611", f"{what} did not finish in time", None, expected, got)])
 
-    def _release(self, ends: Sequence[torch.cuda.Event]) -> bool:
+    def _release(self, step: CudaStep, ends: Sequence[torch.cuda.Event]) -> bool:
         """Satisfy waits from the host until every rank's work has ended; false where some rank's does not."""
         limit = time.monotonic() + RELEASE_LIMIT
         while True:
@@ -235,43 +239,69 @@ class CudaBackend:
             answers = group.everyone("" if over else "late" if time.monotonic() < limit else "stuck")
             if "stuck" in answers or not any(answers):
                 return "stuck" not in answers
-            assert self.channel is not None
-            self.channel.release()
+            step.channel.release()
             time.sleep(0.01)
 
     # Steps
 
-    def step(self, inputs: Sequence[Tensor], views: bool) -> tuple[Tensor, ...]:
+    def step(self, given: StepInputs, views: bool) -> tuple[Tensor, ...]:
         """One step. Inputs are read, and outputs made, on the caller's current stream. With ``views`` the outputs are
         the step's own memory, which the next step changes. Calls of several threads come one after another."""
-        assert self.worker is not None
-        if self.captured is not None:
-            self.parameters.check()
+        with self.one_at_a_time:
+            step = self._ready(given.version)
+            if step.captured is not None:
+                self.parameters.check()
+            caller, origin = torch.cuda.current_stream(self.device), self.streams[0]
+            origin.wait_stream(caller)
+            if self.taken is not None:
+                origin.wait_event(self.taken)
+            with torch.cuda.stream(origin), torch.no_grad():
+                step.copy_in(given.tensors)
+                if step.captured is not None:
+                    step.captured.graph.replay()
+                else:
+                    step.worker.watcher = self.watcher
+                    step.issue()
+            caller.wait_stream(origin)
+            found = step.worker.outputs
+            outputs = tuple(found[number] if views else found[number].clone() for number in sorted(found))
+            self.taken = caller.record_event()
+            return outputs
+
+    def _ready(self, version: int) -> CudaStep:
+        """The step of a version, captured unless steps run eagerly; others are let go for it."""
+        step = self.steps[version]
+        if len(self.steps) > 1 and os.environ.get("STEPGRAPH_DEBUG"):
+            group.agree(f"the version of step {self.stepped}", version_of(step.plan))
+        self.stepped += 1
+        if self.eager_because:
+            return step
+        missed, evicted = self.cache.use(version)
+        if missed:
+            torch.cuda.synchronize(self.device)
+            for other in evicted:
+                self.steps[other].evict()
+            group.together("capturing the step", step.capture)
+        return step
+
+    def reset_state(self) -> None:
+        """Zero this rank's states behind all that it was told to do. A peer's next step may send into them: all meet
+        when they are zero."""
         with self.one_at_a_time:
             caller, origin = torch.cuda.current_stream(self.device), self.streams[0]
             origin.wait_stream(caller)
             if self.taken is not None:
                 origin.wait_event(self.taken)
             with torch.cuda.stream(origin), torch.no_grad():
-                self._copy_in(inputs)
-                if self.captured is not None:
-                    self.captured.graph.replay()
-                else:
-                    self.worker.watcher = self.watcher
-                    issue(self.plan, self.rank, self.worker, self.stages)
+                self._zero_states()
             caller.wait_stream(origin)
-            found = self.worker.outputs
-            outputs = tuple(found[number] if views else found[number].clone() for number in sorted(found))
-            self.taken = caller.record_event()
-            return outputs
+            if not self.solo:
+                self._meet()
 
-    def _copy_in(self, inputs: Sequence[Tensor]) -> None:
-        assert self.worker is not None
-        for load in self.loads:
-            static, at = self.worker.inputs[load.input], load.region
-            whole = inputs[load.input].view(self.plan.inputs[load.input].box)
-            share = whole[load.batch : load.batch + static.shape[0], at.row : at.row + at.rows]
-            static.copy_(share[..., at.col : at.col + at.cols])
+    def _zero_states(self) -> None:
+        """On the current stream."""
+        for step in self.steps:
+            step.worker.reset_state()
 
     def run(self, loops: Sequence[HostLoop], views: bool) -> list[object]:
         """Run this rank's host loop to its end."""
@@ -297,10 +327,9 @@ class CudaBackend:
                     dist.destroy_process_group(made)
 
     def _let_go(self) -> None:
-        self.captured = None
-        if self.worker is not None:
-            self.worker.let_go()
-        self.worker = self.channel = None
+        for step in self.steps:
+            step.let_go()
+        self.steps = []
 
 
 def _versions() -> str:

@@ -66,23 +66,23 @@ def agree(what: str, mine: str) -> None:
             )
 
 
-def check_group(plan: Plan) -> None:
-    """One process a rank, and the same plan on all."""
-    size = dist.get_world_size()
-    if size != plan.world_size:
+def check_group(plans: Sequence[Plan]) -> None:
+    """One process a rank, and the same plans on all."""
+    size, world_size = dist.get_world_size(), plans[0].world_size
+    if size != world_size:
         raise GroupError(
             [
                 Diagnostic(
                     "E607",
                     "the process group does not fit the plan",
                     None,
-                    f"{plan.world_size} ranks",
+                    f"{world_size} ranks",
                     f"{size} processes",
                     "start one process a rank",
                 )
             ]
         )
-    agree("the plan", plan_hash(plan))
+    agree("the plan", " ".join(plan_hash(plan) for plan in plans))
 
 
 def together(what: str, work: Callable[[], Result]) -> Result:

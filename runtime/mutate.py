@@ -31,7 +31,8 @@ from stepgraph.planner.plan import (
 )
 from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.verify.proof import prove
-from stepgraph.runtime.session import NamedInputs, Outputs, Session, random_inputs
+from stepgraph.runtime.inputs import NamedInputs, random_inputs
+from stepgraph.runtime.session import Outputs, Session
 
 REPLAYS = 3
 SEEDS = 12

@@ -14,8 +14,9 @@ from stepgraph.runtime.cuda import CudaRank
 from stepgraph.runtime.cuda_backend import CudaBackend
 from stepgraph.runtime.denoise import denoise, sigma_pairs
 from stepgraph.runtime.facts import CaptureFacts
+from stepgraph.runtime.inputs import NamedInputs, random_inputs
 from stepgraph.runtime.movement import Moved, endings, moved_right
-from stepgraph.runtime.session import NamedInputs, NamedLoop, Outputs, Session, random_inputs
+from stepgraph.runtime.session import NamedLoop, Outputs, Session, StepOf
 
 
 class MovementRecorder:
@@ -95,7 +96,7 @@ def _loop(plan: Plan, steps: int, seed: int, eager: bool) -> tuple[tuple[Outputs
             inputs = {name: tensor.to(backend.device) for name, tensor in random_inputs(plan, seed).items()}
             return denoise(plan, inputs, sigma_pairs(steps), seen)
 
-        def watched(steps: NamedLoop) -> Generator[NamedInputs, Outputs, object]:
+        def watched(steps: NamedLoop) -> Generator[NamedInputs | StepOf, Outputs, object]:
             nonlocal checked, exact
             try:
                 named = next(steps)

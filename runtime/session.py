@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, get_args
 
@@ -11,25 +12,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.kernels.stages import MadeUpStages, StageMaker
-from stepgraph.planner.diagnostics import CapabilityError, Diagnostic, StepgraphError
+from stepgraph.planner.diagnostics import CapabilityError, Diagnostic
+from stepgraph.planner.footprint import footprint
 from stepgraph.planner.plan import Plan
+from stepgraph.planner.plan_set import PlanSet, alone
+from stepgraph.runtime.cache import CacheStats, ReplayCache
 from stepgraph.runtime.cpu import HostLoop, World
 from stepgraph.runtime.cpu_memory import Report
+from stepgraph.runtime.cpu_rank import StepInputs
 from stepgraph.runtime.facts import CaptureFacts
+from stepgraph.runtime.inputs import NamedInputs, SessionError, input_error, ordered
 from stepgraph.runtime.interleave import Interleaving
 
-NamedInputs = Mapping[str, Tensor]
 Outputs = tuple[Tensor, ...]
 DeviceName = Literal["cpu", "cuda", "auto"]
 """auto takes the best device that can run the plan."""
 MAX_SEED = (1 << 63) - 1
-NamedLoop = Generator[NamedInputs, Outputs, object]
 
 
-class SessionError(StepgraphError):
-    """A session was used in a way that it does not allow, or a step did not finish (E60x, E401)."""
+@dataclass(frozen=True, slots=True)
+class StepOf:
+    """A step of a version of a plan set; by default of the first variant and the first bucket."""
+
+    inputs: NamedInputs
+    variant: str = ""
+    bucket: str = ""
+
+
+NamedLoop = Generator[NamedInputs | StepOf, Outputs, object]
 
 
 class Backend(Protocol):
@@ -42,6 +53,9 @@ class Backend(Protocol):
 
     def run(self, loops: Sequence[HostLoop], views: bool) -> list[object]:
         """Run one host loop for each of ``ranks``; with ``views`` it is sent outputs that the next step changes."""
+
+    def reset_state(self) -> None:
+        """Zero every state of ``ranks``, behind the last step and before the next one of any rank."""
 
     def close(self) -> None: ...
 
@@ -56,6 +70,11 @@ class Session:
     alone on ``cuda``, with stand-ins for its peers: what it computes means nothing, what it costs does. A session is a
     context manager; closing it twice is fine, using it afterwards is E604. Close it before the process group.
 
+    Of a plan set every version is warmed when the session opens. On ``cuda`` those are captured that ``graph_bytes``
+    has room for by ``footprint``; the others are captured when they are first used, and those that were not used for
+    longest are let go for them. ``stats`` tells what that came to. All ranks must take the same version in a step:
+    other ranks can't know (with STEPGRAPH_DEBUG set they compare, and raise E607; the cpu device always does).
+
     Raises:
         CapabilityError: E601 for a device that is not there, E606 for what it can't do.
         GroupError: E607 where ranks disagree, or another rank has failed.
@@ -64,23 +83,30 @@ class Session:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | PlanSet,
         device: DeviceName = "auto",
         seed: int = 0,
         stages: StageMaker | None = None,
         eager: bool = False,
         solo: bool = False,
+        graph_bytes: int | None = None,
     ) -> None:
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, Plan | PlanSet):
             hint = "stepgraph.load reads one from a file, stepgraph.compile makes one from a schedule"
-            raise SessionError([_wrong_argument("plan", "a Plan", f"a {type(plan).__name__}", hint)])
+            raise SessionError([_wrong_argument("plan", "a Plan or a PlanSet", f"a {type(plan).__name__}", hint)])
         if device not in get_args(DeviceName):
             expected = ", ".join(get_args(DeviceName))
             raise CapabilityError([Diagnostic("E601", f"no device '{device}'", None, expected, repr(device))])
         if type(seed) is not int or not 0 <= seed <= MAX_SEED:
             raise SessionError([_wrong_argument("seed", f"an int from 0 to {MAX_SEED}", repr(seed))])
-        self.plan = plan
-        self._backend: Backend | None = _open(plan, device, seed, stages, eager, solo)
+        if graph_bytes is not None and (type(graph_bytes) is not int or graph_bytes < 0):
+            raise SessionError([_wrong_argument("graph_bytes", "a number of bytes, or None", repr(graph_bytes))])
+        self.plans = plan if isinstance(plan, PlanSet) else alone(plan)
+        sizes = [footprint(version) for version in self.plans.plans]
+        self.cache = ReplayCache(list(self.plans.versions()), sizes, graph_bytes)
+        self._before: dict[tuple[int, str], str] = {}
+        """(rank, bucket) -> the variant that came last."""
+        self._backend: Backend | None = _open(self.plans.plans, self.cache, device, seed, stages, eager, solo)
 
     def __enter__(self) -> Session:
         return self
@@ -130,13 +156,30 @@ class Session:
         assert isinstance(backend, CudaBackend)
         return backend.facts
 
-    def capture(self, outputs: Literal["copy", "view"] = "copy") -> CapturedStep:
-        """The plan's step, ready to be called. Its outputs are the caller's own; as a ``view`` they are the step's
-        memory, which the next call changes."""
+    def stats(self) -> CacheStats:
+        """What the replay cache has done. On cpu nothing is captured; the figures are those that cuda would have."""
+        return self.cache.stats()
+
+    def capture(
+        self, outputs: Literal["copy", "view"] = "copy", *, variant: str = "", bucket: str = ""
+    ) -> CapturedStep:
+        """The plan's step, or that of a version of a plan set, ready to be called; by default of the first variant and
+        the first bucket. Its outputs are the caller's own; as a ``view`` they are the step's memory, which the next
+        call changes.
+
+        Raises:
+            PlanError: E155 for a version that is not there.
+        """
         _ = self.backend
         if outputs not in ("copy", "view"):
             raise SessionError([_wrong_argument("outputs", "'copy' or 'view'", repr(outputs))])
-        return CapturedStep(self, outputs == "view")
+        return CapturedStep(self, outputs == "view", self.plans.index(variant, bucket))
+
+    def reset_state(self) -> None:
+        """Zero the plan's states, as before the first step. On cuda every rank calls it, between the same two steps:
+        what is zeroed lies behind the last step and the caller's current stream, and no rank goes on before all have
+        zeroed theirs."""
+        self.backend.reset_state()
 
     def follow(self, interleaving: Interleaving) -> None:
         """On cpu: let ranks take these turns first, from the next step on.
@@ -151,71 +194,49 @@ class Session:
         backend.follow(interleaving.turns)
 
     def drive(self, loop: Callable[[int], NamedLoop], views: bool = False) -> list[object]:
-        """Run ``loop(rank)`` for every rank of this process: a generator that yields the inputs of a step by name, is
-        sent its outputs, and may return something. Ranks run ahead of each other as far as the plan lets them.
+        """Run ``loop(rank)`` for every rank of this process: a generator that yields the inputs of a step by name (or a
+        ``StepOf`` a version), is sent its outputs, and may return something. Ranks run ahead of each other as far as
+        the plan lets them.
 
         Raises:
-            SessionError: E401 for a deadlock; E605 for inputs that the plan was not compiled for.
+            SessionError: E401 for a deadlock; E605 for inputs that the plan was not compiled for; E614 for a variant
+                that may not follow the one before it.
         """
         backend = self.backend
-        results = backend.run([self._host(loop(rank)) for rank in backend.ranks], views)
+        results = backend.run([self._host(rank, loop(rank)) for rank in backend.ranks], views)
         deadlocks = [f for f in backend.report.faults if f.kind == "deadlock"] if isinstance(backend, World) else []
         if deadlocks:
             raise SessionError([Diagnostic("E401", "the step does not finish", None, "", deadlocks[0].message)])
         return results
 
-    def _host(self, loop: NamedLoop) -> HostLoop:
-        """``loop`` with its inputs checked and in the plan's order."""
+    def _host(self, rank: int, loop: NamedLoop) -> HostLoop:
+        """``loop`` with its versions and inputs checked, and the inputs in the plan's order."""
         try:
-            named = next(loop)
+            step = next(loop)
             while True:
-                outputs = yield self.ordered(named)
-                named = loop.send(outputs)
+                given = step if isinstance(step, StepOf) else StepOf(step)
+                outputs = yield self._checked(rank, given)
+                step = loop.send(outputs)
         except StopIteration as end:
             return end.value
 
-    def ordered(self, named: NamedInputs) -> list[Tensor]:
-        """The inputs in the plan's order.
-
-        Raises:
-            SessionError: E605 for one that is missing, unknown, or of another shape, dtype or device.
-        """
-        wanted = [entry.name for entry in self.plan.inputs]
-        problems = [_input_error(name, "an input of the plan", "another name") for name in named if name not in wanted]
-        found: list[Tensor] = []
-        for entry in self.plan.inputs:
-            tensor = named.get(entry.name)
-            expected = f"{list(entry.shape)}, {entry.dtype.value}, {self.backend.device}, contiguous"
-            if tensor is None:
-                problems.append(_input_error(entry.name, expected, "nothing"))
-                continue
-            if not isinstance(tensor, Tensor):
-                problems.append(_input_error(entry.name, expected, f"a {type(tensor).__name__}"))
-                continue
-            right = tuple(tensor.shape) == entry.shape and tensor.dtype is torch_dtype(entry.dtype)
-            if not right or tensor.device != self.backend.device or not tensor.is_contiguous():
-                problems.append(_input_error(entry.name, expected, _kind(tensor)))
-            found.append(tensor)
-        if problems:
-            raise SessionError(problems)
-        return found
+    def _checked(self, rank: int, step: StepOf) -> StepInputs:
+        version = self.plans.index(step.variant, step.bucket)
+        plan = self.plans.plans[version]
+        bucket, variant = plan.source.bucket, plan.source.variant
+        before = self._before.get((rank, bucket), "")
+        if not self.plans.may_follow(before, variant) and not self.plans.may_follow("", variant):
+            allowed = next(rule.after for rule in self.plans.variants if rule.name == variant)
+            expected = f"one of {', '.join(allowed)} before it" if allowed else "nothing: no variant may come before it"
+            problem = f"the variant '{variant}' may not come here"
+            raise SessionError([Diagnostic("E614", problem, None, expected, before or "the beginning of a request")])
+        tensors = ordered(plan, self.backend.device, step.inputs)
+        self._before[rank, bucket] = variant
+        return StepInputs(version, tensors)
 
 
 def _wrong_argument(name: str, expected: str, got: str, hint: str = "") -> Diagnostic:
     return Diagnostic("E605", f"{name} is not what a session takes", None, expected, got, hint)
-
-
-def _kind(tensor: Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout is not torch.strided:
-        layout = str(tensor.layout).removeprefix("torch.")
-    else:
-        layout = "contiguous" if tensor.is_contiguous() else f"strides {list(tensor.stride())}"
-    return f"{list(tensor.shape)}, {dtype}, {tensor.device}, {layout}"
-
-
-def _input_error(name: str, expected: str, got: str) -> Diagnostic:
-    return Diagnostic("E605", f"the input '{name}' is not what the plan was compiled for", None, expected, got)
 
 
 class CapturedStep:
@@ -226,8 +247,8 @@ class CapturedStep:
     stream, whichever that is. Calls of one session run one after another, in the order in which they were made.
     """
 
-    def __init__(self, session: Session, views: bool) -> None:
-        self.session, self.views = session, views
+    def __init__(self, session: Session, views: bool, version: int) -> None:
+        self.session, self.views, self.plan = session, views, session.plans.plans[version]
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor | Outputs:
         """Run one step on every rank.
@@ -237,31 +258,40 @@ class CapturedStep:
                 closed.
             ParameterError: E609 where a bound parameter has moved since the step was captured.
         """
-        names = [entry.name for entry in self.session.plan.inputs]
+        names = [entry.name for entry in self.plan.inputs]
         if len(inputs) > len(names):
-            raise SessionError([_input_error("*", f"{len(names)} inputs", f"{len(inputs)} inputs")])
+            raise SessionError([input_error("*", f"{len(names)} inputs", f"{len(inputs)} inputs")])
         twice = [name for name in names[: len(inputs)] if name in named]
         if twice:
-            raise SessionError([_input_error(twice[0], "one tensor", "one by place and one by name")])
-        given = {**dict(zip(names, inputs, strict=False)), **named}
+            raise SessionError([input_error(twice[0], "one tensor", "one by place and one by name")])
+        source = self.plan.source
+        given = StepOf({**dict(zip(names, inputs, strict=False)), **named}, source.variant, source.bucket)
         results: dict[int, Outputs] = {}
 
-        def loop(rank: int) -> Generator[NamedInputs, Outputs, None]:
+        def loop(rank: int) -> Generator[StepOf, Outputs, None]:
             results[rank] = yield given
 
         self.session.drive(loop, self.views)
         outputs = results[self.session.backend.ranks[0]]
-        return outputs if len(outputs) > 1 else outputs[0]
+        return outputs[0] if len(outputs) == 1 else outputs
 
 
-def _open(plan: Plan, device: DeviceName, seed: int, stages: StageMaker | None, eager: bool, solo: bool) -> Backend:
+def _open(
+    plans: Sequence[Plan],
+    cache: ReplayCache,
+    device: DeviceName,
+    seed: int,
+    stages: StageMaker | None,
+    eager: bool,
+    solo: bool,
+) -> Backend:
     """The backend of a device, with everything allocated, warmed and captured."""
     in_group = torch.cuda.is_available() and dist.is_initialized()
     if device == "cpu" or (device == "auto" and not in_group and not solo):
         if solo:
             problem = "a rank alone runs on cuda"
             raise CapabilityError([Diagnostic("E606", problem, None, "--device cuda", "cpu")])
-        return World(plan, stages or MadeUpStages(seed), seed)
+        return World(plans, cache, stages or MadeUpStages(seed), seed)
     need_cuda()
     if not solo and not dist.is_initialized():
         message, hint = "the cuda device has no process group", "`stepgraph run --device cuda` starts one"
@@ -271,7 +301,8 @@ def _open(plan: Plan, device: DeviceName, seed: int, stages: StageMaker | None, 
     where = torch.device("cuda", torch.cuda.current_device())
     weights = "weights of the caller" if stages else f"weights made up from seed {seed}"
     with torch.inference_mode(False), torch.no_grad():  # what is made here is written to by every step
-        return CudaBackend(plan, stages or MadeUpStages(seed, where, drawn_there=solo), weights, eager, solo)
+        maker = stages or MadeUpStages(seed, where, drawn_there=solo)
+        return CudaBackend(plans, cache, maker, weights, eager, solo)
 
 
 def cuda_lacks() -> str:
@@ -287,11 +318,3 @@ def need_cuda() -> None:
     if lacks:
         hint = "`stepgraph doctor` tells more; --device cpu runs everywhere"
         raise CapabilityError([Diagnostic("E601", "the cuda device is not there", None, "", lacks, hint)])
-
-
-def random_inputs(plan: Plan, seed: int) -> dict[str, Tensor]:
-    """Inputs that nobody made: normal numbers, the same in every dtype up to rounding."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        entry.name: torch.randn(entry.shape, generator=generator).to(torch_dtype(entry.dtype)) for entry in plan.inputs
-    }

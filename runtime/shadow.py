@@ -58,6 +58,11 @@ class Shadow:
         own = (self.writer[:, rows, cols], self.written[:, rows, cols])
         return Shadow(*own, self.reads[:, :, rows, cols], self.holds[:, rows, cols])
 
+    def forget(self) -> None:
+        """Nobody has touched it. Nothing that may is on its way."""
+        for part in (self.writer, self.written, self.reads, self.holds):
+            part[...] = 0
+
     def lost(self, buffer: int) -> bool:
         """Whether something was written over what ``buffer`` held here."""
         return bool(((self.holds != buffer) & (self.written > 0)).any())

@@ -17,8 +17,9 @@ from stepgraph.planner.schedule import Schedule, read_schedule
 from stepgraph.runtime.cpu_memory import Fault, Race
 from stepgraph.runtime.denoise import denoise, sigma_pairs
 from stepgraph.runtime.facts import CaptureFacts
+from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.interleave import Interleaving
-from stepgraph.runtime.session import DeviceName, NamedLoop, Session, cuda_lacks, need_cuda, random_inputs
+from stepgraph.runtime.session import DeviceName, NamedLoop, Session, cuda_lacks, need_cuda
 
 if TYPE_CHECKING:
     from stepgraph.runtime.rank_run import RankRun
@@ -55,8 +56,10 @@ class RunReport:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The schedule that a plan was compiled from."""
-    return read_schedule(plan.source.text, plan.source.file, plan.source.overrides)
+    """The schedule that a plan was compiled from: the version of it that the plan is."""
+    source = plan.source
+    versions = read_schedule(source.text, source.file, source.overrides).versions()
+    return next(found for found in versions if (found.variant, found.bucket) == (source.variant, source.bucket))
 
 
 def _unsharded_loop(plan: Plan, model: Unsharded, inputs: dict[str, Tensor], steps: int) -> list[tuple[Tensor, ...]]:

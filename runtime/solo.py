@@ -10,7 +10,8 @@ import torch
 
 from stepgraph.planner.plan import Plan
 from stepgraph.runtime.facts import CaptureFacts
-from stepgraph.runtime.session import CapturedStep, Session, need_cuda, random_inputs
+from stepgraph.runtime.inputs import random_inputs
+from stepgraph.runtime.session import CapturedStep, Session, need_cuda
 
 WARM_STEPS = 2
 

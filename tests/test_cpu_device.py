@@ -13,7 +13,8 @@ from stepgraph.planner.diagnostics import CapabilityError, StepgraphError
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.schedule import read_schedule
 from stepgraph.planner.verify.proof import prove
-from stepgraph.runtime.session import Session, random_inputs
+from stepgraph.runtime.inputs import random_inputs
+from stepgraph.runtime.session import Session
 from stepgraph.runtime.simulate import simulate
 
 from support.mutate import fault_of

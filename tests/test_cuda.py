@@ -18,7 +18,8 @@ from stepgraph.planner.diagnostics import StepgraphError
 from stepgraph.planner.plan import Plan, Run
 from stepgraph.runtime.compare import compare
 from stepgraph.runtime.denoise import denoise, sigma_pairs
-from stepgraph.runtime.session import Session, random_inputs
+from stepgraph.runtime.inputs import random_inputs
+from stepgraph.runtime.session import Session
 from stepgraph.runtime.simulate import report_of, schedule_of
 from stepgraph.tools import cli
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from stepgraph.kernels.stages import MadeUpStages, Stage
 from stepgraph.planner.diagnostics import StepgraphError
 from stepgraph.planner.plan import Plan, Run
-from stepgraph.runtime.session import Session, random_inputs
+from stepgraph.runtime.inputs import random_inputs
+from stepgraph.runtime.session import Session
 
 from support.ranks import on_fresh_ranks, on_ranks
 from support.sizes import small_plan
@@ -79,7 +80,7 @@ def test_symmetric_memory_allocated_in_capture_is_refused_by_name() -> None:
 
 def first_calls(plan: Plan, rank: int) -> tuple[list[str], bool]:
     """What happened in order, and whether every stage was first called while all streams of the rank were idle."""
-    import stepgraph.runtime.cuda_backend as backend
+    import stepgraph.runtime.cuda_step as backend
     from stepgraph.runtime import group
     from stepgraph.runtime.cuda import CudaRank
 
@@ -366,7 +367,7 @@ def closes(plan: Plan, rank: int) -> str:
     def fails(tensors):
         raise ValueError("no")
 
-    backend.stages[number] = fails
+    backend.steps[0].stages[number] = fails
     with pytest.raises(StepgraphError, match="E610"):
         again.capture()(**on_gpu(plan, 0))
     again.close()

@@ -13,7 +13,8 @@ from stepgraph.planner.compile import compile_schedule
 from stepgraph.planner.diagnostics import StepgraphError
 from stepgraph.planner.plan import Plan, Run
 from stepgraph.planner.schedule import read_schedule
-from stepgraph.runtime.session import Session, random_inputs
+from stepgraph.runtime.inputs import random_inputs
+from stepgraph.runtime.session import Session
 
 from support.ranks import on_fresh_ranks, on_ranks
 from support.sizes import small_plan

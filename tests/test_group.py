@@ -82,7 +82,7 @@ def test_no_transport_that_all_have() -> None:
 def disagree(rank: int) -> str:
     layers = str(2 + rank)
     with pytest.raises(group.GroupError) as error:
-        group.check_group(small_plan("quickstart", mesh__ulysses="2", model__layers=layers))
+        group.check_group([small_plan("quickstart", mesh__ulysses="2", model__layers=layers)])
     return str(error.value)
 
 
@@ -96,7 +96,7 @@ def test_ranks_with_other_plans_are_told_both_sides() -> None:
 
 def too_few(rank: int) -> str:
     with pytest.raises(group.GroupError) as error:
-        group.check_group(small_plan("quickstart"))
+        group.check_group([small_plan("quickstart")])
     return str(error.value)
 
 

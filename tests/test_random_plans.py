@@ -45,7 +45,14 @@ def outcomes_of(family: str, count: int, states: int) -> Counter[tuple[str, str]
 
 
 def test_verifier_and_oracles_agree_on_random_plans() -> None:
-    counts = {"compiled": 8, "compiled, edited": 14, "hand-made": 20, "hand-made, edited": 20}
+    counts = {
+        "compiled": 8,
+        "compiled, edited": 14,
+        "with state": 6,
+        "with state, edited": 12,
+        "hand-made": 20,
+        "hand-made, edited": 20,
+    }
     found = sum((outcomes_of(family, count, states=1_000) for family, count in counts.items()), Counter())
     assert found.total() >= 60
     assert found["proven", "safe"] >= 12
@@ -53,7 +60,14 @@ def test_verifier_and_oracles_agree_on_random_plans() -> None:
     assert found["proven", "undecided"] + found["refused", "undecided"] <= 12
 
 
-SAFE = {"compiled": 0.6, "compiled, edited": 0.02, "hand-made": 0.2, "hand-made, edited": 0.08}
+SAFE = {
+    "compiled": 0.6,
+    "compiled, edited": 0.02,
+    "with state": 0.5,
+    "with state, edited": 0.02,
+    "hand-made": 0.2,
+    "hand-made, edited": 0.08,
+}
 """The least share of plans that go right in every order there is."""
 
 
@@ -64,6 +78,6 @@ def test_verifier_and_oracles_agree_on_many_random_plans(family: str) -> None:
     print(f"\n{family}: {dict(found)}")
     assert found.total() == 500
     assert found["proven", "safe"] >= SAFE[family] * 500
-    assert found["refused", "unsafe"] >= 200 or family == "compiled"
+    assert found["refused", "unsafe"] >= 200 or family in ("compiled", "with state")
     assert found["refused", "undecided"] <= 10
     assert found["refused", "safe"] <= 15

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from stepgraph.kernels.stages import MadeUpStages
 from stepgraph.planner.verify.proof import prove
-from stepgraph.runtime.session import Session, random_inputs
+from stepgraph.runtime.inputs import random_inputs
+from stepgraph.runtime.session import Session
 from stepgraph.runtime.simulate import simulate
 
 from support.sizes import SHIPPED, small_plan

@@ -12,7 +12,8 @@ import stepgraph
 from stepgraph.kernels.stages import MadeUpStages, Stage, StageMaker
 from stepgraph.planner.diagnostics import CapabilityError, StepgraphError
 from stepgraph.planner.plan import Plan, Run
-from stepgraph.runtime.session import CapturedStep, Session, random_inputs
+from stepgraph.runtime.inputs import random_inputs
+from stepgraph.runtime.session import CapturedStep, Session
 from stepgraph.runtime.simulate import schedule_of
 
 TINY = {"shape.seq": 9, "model.hidden": 16, "model.head_dim": 2, "model.ffn": 8}

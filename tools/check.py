@@ -13,21 +13,23 @@ from stepgraph.tools.output import emit_json, format_option, read_schedule_file,
 @format_option
 def command(file: str, settings: tuple[str, ...], style: str) -> int:
     """Check a schedule: every error at once, with its place. Plans nothing beyond the targets and proves nothing."""
-    from stepgraph.planner.compile import check_schedule
+    from stepgraph.planner.compile import check_schedules
+    from stepgraph.planner.schedule import version_name
 
     schedule = read_schedule_file(file, settings)
-    level = check_schedule(schedule)
-    graph = level.streams.graph
-    data = {
-        "ok": True,
-        "name": schedule.name,
-        "ranks": level.shares.world_size,
-        "ops": len(graph.nodes),
-        "layers": len({node.layer for node in graph.nodes if node.layer is not None}),
-        "diagnostics": [],
-    }
+    levels = check_schedules(schedule)
+    versions = [
+        {
+            "version": version_name(level.streams.graph.schedule),
+            "ranks": level.shares.world_size,
+            "ops": len(level.streams.graph.nodes),
+            "layers": len({node.layer for node in level.streams.graph.nodes if node.layer is not None}),
+        }
+        for level in levels
+    ]
     if style == "json":
-        emit_json(data)
-    else:
-        click.echo(f"{schedule.name}: fine ({data['layers']} layers, {data['ops']} ops, {data['ranks']} ranks)")
+        emit_json({"ok": True, "name": schedule.name, "versions": versions, "diagnostics": []})
+    for found in versions if style == "text" else ():
+        name = f"{schedule.name} {found['version']}".strip()
+        click.echo(f"{name}: fine ({found['layers']} layers, {found['ops']} ops, {found['ranks']} ranks)")
     return 0

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepgraph.tools.output import SEED, console, emit_json, format_option, progress, read_plan_or_schedule, set_option
+from stepgraph.tools.output import (
+    SEED,
+    console,
+    emit_json,
+    format_option,
+    progress,
+    read_plan_or_schedule,
+    set_option,
+    version_options,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,14 +29,24 @@ if TYPE_CHECKING:
 @click.option("--by-layer", is_flag=True, help="A line a layer; else the verdict alone.")
 @click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="auto", help="Where the ranks run.")
 @click.option("--seed", type=SEED, default=0, help="Of weights, inputs and, on cpu, interleaving.")
+@version_options
 @set_option
 @format_option
-def command(file: str, by_layer: bool, device: DeviceName, seed: int, settings: tuple[str, ...], style: str) -> int:
+def command(
+    file: str,
+    by_layer: bool,
+    device: DeviceName,
+    seed: int,
+    settings: tuple[str, ...],
+    variant: str,
+    bucket: str,
+    style: str,
+) -> int:
     """Run one step on all ranks and hold the result of every op against the unsharded model in float64; name the first
     that differs. Exits with 1 where one does."""
     from stepgraph.runtime.compare import compare
 
-    plan = read_plan_or_schedule(file, settings)
+    plan = read_plan_or_schedule(file, settings, variant=variant, bucket=bucket)
     progress(f"comparing {plan.name} op by op")
     rows = compare(plan, seed, device)
     if rows is None:  # a rank other than 0

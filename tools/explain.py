@@ -60,6 +60,7 @@ def topics() -> dict[str, Topic]:
         "model": schedule.ModelSizes,
         "shape": schedule.ShapeSizes,
         "inputs": schedule.InputSpec,
+        "state": schedule.StateSpec,
         "defaults": schedule.Defaults,
     }
     for name, model in sections.items():

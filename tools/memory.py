@@ -9,7 +9,15 @@ from xml.sax.saxutils import escape
 
 import click
 
-from stepgraph.tools.output import console, emit_json, format_option, read_plan_or_schedule, set_option, size
+from stepgraph.tools.output import (
+    console,
+    emit_json,
+    format_option,
+    read_plan_or_schedule,
+    set_option,
+    size,
+    version_options,
+)
 
 if TYPE_CHECKING:
     from stepgraph.planner.plan import Plan
@@ -28,7 +36,7 @@ class Use:
 
 
 def uses(plan: Plan, rank: int) -> list[Use]:
-    """What a rank's targets hold, one filling after another, by the order of ops."""
+    """What a rank's targets hold, one filling after another, by the order of ops; a state is in use all the time."""
     from stepgraph.planner.plan import Collective, Run, Send, Store
 
     program = plan.ranks[rank]
@@ -55,8 +63,11 @@ def uses(plan: Plan, rank: int) -> list[Use]:
         for view in views:
             if program.views[view].buffer < len(plan.targets) and isinstance(item, Run | Send | Collective):
                 touched[program.views[view].buffer].setdefault(item.op, False)
-    found: list[Use] = []
+    states = plan.state_buffers
+    found = [Use(target, 0, len(plan.ops) - 1) for target in touched if target in states]
     for target, ops in touched.items():
+        if target in states:
+            continue
         first = last = -1
         for op, writes in sorted(ops.items()):
             if writes and first >= 0 and last > first:
@@ -98,14 +109,17 @@ def drawing(plan: Plan, rank: int) -> str:
 @click.argument("file")
 @click.option("--rank", type=click.IntRange(0), default=0, help="Whose arena.")
 @click.option("--svg", type=click.Path(dir_okay=False), help="Draw offsets against ops into this file.")
+@version_options
 @set_option
 @format_option
-def command(file: str, rank: int, svg: str | None, settings: tuple[str, ...], style: str) -> int:
+def command(
+    file: str, rank: int, svg: str | None, settings: tuple[str, ...], variant: str, bucket: str, style: str
+) -> int:
     """Show where a plan's targets lie in the arena, and from which op to which each is in use."""
-    plan = read_plan_or_schedule(file, settings)
+    plan = read_plan_or_schedule(file, settings, variant=variant, bucket=bucket)
     if rank >= plan.world_size:
         raise click.UsageError(f"the plan has ranks 0 to {plan.world_size - 1}")
-    found = uses(plan, rank)
+    found, program = uses(plan, rank), plan.ranks[rank]
     if svg:
         Path(svg).write_text(drawing(plan, rank), encoding="utf-8")
     if style == "json":
@@ -129,6 +143,11 @@ def command(file: str, rank: int, svg: str | None, settings: tuple[str, ...], st
                     }
                     for number, target in enumerate(plan.targets)
                 ],
+                "states": [
+                    {"name": state.name, "nbytes": program.buffers[state.buffer].nbytes,
+                     "sent_into": state.buffer < len(plan.targets)}
+                    for state in plan.states
+                ],
                 "svg": svg,
             }
         )  # fmt: skip
@@ -147,6 +166,10 @@ def command(file: str, rank: int, svg: str | None, settings: tuple[str, ...], st
     shared = _shared_words(plan)
     words = f"{shared} of them shared by exchanges" if shared else "none of them shared"
     click.echo(f"flags {plan.flag_slots} words of 8 bytes, {words}")
+    for sent, words in ((True, "in the arena, sent into"), (False, "in memory of the rank's own")):
+        states = [program.buffers[s.buffer] for s in plan.states if (s.buffer < len(plan.targets)) is sent]
+        if states:
+            click.echo(f"states {words}: {len(states)}, {sum(buffer.nbytes for buffer in states)} bytes")
     if svg:
         click.echo(f"drawn into {svg}")
     return 0

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stepgraph.planner.plan import Plan
+    from stepgraph.planner.plan_set import PlanSet
     from stepgraph.planner.schedule import Schedule
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -31,6 +32,13 @@ def set_option(function: Command) -> Command:
     return click.option(
         "--set", "settings", multiple=True, metavar="PATH=VALUE", help="Set values, as model.layers=2,shape.seq=96."
     )(function)
+
+
+def version_options(function: Command) -> Command:
+    """--variant and --bucket, for commands that take one version of a schedule or plan set."""
+    bucket = click.option("--bucket", default="", metavar="NAME", help="Which bucket; by default the first.")
+    variant = click.option("--variant", default="", metavar="NAME", help="Which variant; by default the first.")
+    return variant(bucket(function))
 
 
 def edited_option(function: Command) -> Command:
@@ -60,19 +68,33 @@ def is_plan(file: str) -> bool:
         return FORMAT.encode() in stream.read(64) or path.suffix in (".plan", ".json")
 
 
-def read_plan_or_schedule(file: str, settings: tuple[str, ...], edited: bool = False) -> Plan:
-    """The plan in FILE, with ``edited`` whatever its hash; a schedule is compiled first, and a plan's own schedule
-    again where there are settings."""
+def read_plan_or_schedule(
+    file: str, settings: tuple[str, ...], edited: bool = False, variant: str = "", bucket: str = ""
+) -> Plan:
+    """The plan in FILE, with ``edited`` whatever its hash; a schedule is compiled first. Of several versions the one
+    that is wanted, by default the first."""
+    from stepgraph.planner.compile import compile_schedule
+    from stepgraph.planner.plan_set import choose
+
+    if is_plan(file):
+        return read_plans(file, settings, edited).plan(variant, bucket)
+    schedule = read_schedule_file(file, settings)
+    names = [v.name for v in schedule.variants], [b.name for b in schedule.buckets]
+    return compile_schedule(schedule.versions()[choose(schedule.name, *names, variant, bucket)])
+
+
+def read_plans(file: str, settings: tuple[str, ...], edited: bool = False) -> PlanSet:
+    """All plans in FILE, as ``read_plan_or_schedule`` reads one."""
     from pathlib import Path
 
-    from stepgraph.planner.compile import compile_schedule
-    from stepgraph.planner.plan import load_plan
+    from stepgraph.planner.compile import compile_set
+    from stepgraph.planner.plan_set import load_plan_set
 
     if is_plan(file):
         if settings:
             raise click.UsageError("--set changes schedules; a plan is compiled already")
-        return load_plan(Path(file), edited)
-    return compile_schedule(read_schedule_file(file, settings))
+        return load_plan_set(Path(file), edited)
+    return compile_set(read_schedule_file(file, settings), progress)
 
 
 def emit_json(data: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,15 @@ from stepgraph.tools.output import (
     format_option,
     is_plan,
     progress,
-    read_plan_or_schedule,
+    read_plans,
     set_option,
     size,
+    version_options,
 )
 
 if TYPE_CHECKING:
     from stepgraph.planner.plan import Plan
+    from stepgraph.planner.plan_set import PlanSet
     from stepgraph.runtime.facts import CaptureFacts
     from stepgraph.runtime.interleave import Interleaving
     from stepgraph.runtime.session import DeviceName
@@ -36,7 +39,9 @@ if TYPE_CHECKING:
 @click.option("--eager", is_flag=True, help="On cuda: issue every step anew, capture nothing.")
 @click.option("--interleave", metavar="FILE", help="On cpu: take the turns of a counterexample first.")
 @click.option("--solo", is_flag=True, help="On cuda: rank 0 alone, with stand-ins for its peers, and what it costs.")
+@click.option("--graph-bytes", type=click.IntRange(0), help="Of a plan set: how much captured versions may take.")
 @edited_option
+@version_options
 @set_option
 @format_option
 def command(
@@ -48,15 +53,24 @@ def command(
     eager: bool,
     solo: bool,
     interleave: str | None,
+    graph_bytes: int | None,
     edited: bool,
     settings: tuple[str, ...],
+    variant: str,
+    bucket: str,
     style: str,
 ) -> int:
     """Run a denoising loop over all ranks with made-up weights, and compare it with the unsharded model in float64.
 
-    On cuda each rank is a process, which this command starts, unless torchrun has started it as a rank.
+    On cuda each rank is a process, which this command starts, unless torchrun has started it as a rank. Of several
+    versions of the step all are taken, in any order that is allowed; with --variant or --bucket one alone.
     """
-    plan = _plan(file, settings, ranks, edited)
+    plans = _plans(file, settings, ranks, edited)
+    if len(plans.plans) > 1 and not (variant or bucket):
+        if solo or eager or interleave:
+            raise click.UsageError("--solo, --eager and --interleave take one version: choose with --variant, --bucket")
+        return _walk(plans, steps, seed, device, graph_bytes, style)
+    plan = plans.plan(variant, bucket)
     from stepgraph.runtime.session import cuda_lacks
 
     if (solo or eager) and (device == "cpu" or (device == "auto" and cuda_lacks())):
@@ -86,17 +100,52 @@ def _interleaving(file: str, plan: Plan, device: DeviceName) -> Interleaving:
     return found
 
 
-def _plan(file: str, settings: tuple[str, ...], ranks: int | None, edited: bool) -> Plan:
-    plan = read_plan_or_schedule(file, settings, edited)
+def _walk(plans: PlanSet, steps: int, seed: int, device: DeviceName, graph_bytes: int | None, style: str) -> int:
+    from stepgraph.runtime.walk import walk
+
+    report = walk(plans, steps, seed, device, graph_bytes, progress)
+    if report is None:  # a rank other than 0
+        return 0
+    stats = report.stats
+    if style == "json":
+        emit_json({"name": plans.name, **asdict(report), "ok": report.ok})
+        return 0 if report.ok else 1
+    for finding in report.findings[:5]:
+        click.echo(finding, err=True)
+    click.echo(
+        f"{plans.name}: {report.steps} steps through {len(report.taken)} of {len(plans.plans)} versions on "
+        f"{report.ranks} ranks, device {report.device}, seed {report.seed}"
+    )
+    verdict = "agrees" if report.max_abs_error <= report.tolerance else "DISAGREES"
+    click.echo(
+        f"  unsharded model  {verdict}: max abs error {report.max_abs_error:.3g}, tolerance {report.tolerance:.3g}"
+    )
+    click.echo(f"  ranks            {'the same bits on all' if report.ranks_agree else 'NOT THE SAME'}")
+    click.echo(
+        f"  races and faults {len(report.findings)}"
+        if report.device == "cpu"
+        else f"  memory grown by  {size(report.grown)}"
+    )
+    limit = "no limit" if stats.budget is None else f"a budget of {size(stats.budget)}"
+    click.echo(
+        f"  replay cache     {stats.hits} hits, {stats.misses} misses, {stats.evictions} evictions, {limit}, "
+        f"{len(stats.captured)} held with {size(stats.planned_bytes)}"
+    )
+    return 0 if report.ok else 1
+
+
+def _plans(file: str, settings: tuple[str, ...], ranks: int | None, edited: bool) -> PlanSet:
+    plans = read_plans(file, settings, edited)
+    plan = plans.plans[0]
     if ranks is None or ranks == plan.world_size:
-        return plan
+        return plans
     if is_plan(file):
         raise click.UsageError(f"--ranks changes schedules; this plan is compiled for {plan.world_size} ranks")
     _, ulysses = plan.coordinate(0, "ulysses")
     others = plan.world_size // ulysses
     if ranks % others:
         raise click.UsageError(f"the other axes of the mesh take {others} ranks each; {ranks} is no multiple of that")
-    return read_plan_or_schedule(file, (*settings, f"mesh.ulysses={ranks // others}"))
+    return read_plans(file, (*settings, f"mesh.ulysses={ranks // others}"))
 
 
 def _data(plan: Plan, report: RunReport) -> dict[str, object]:

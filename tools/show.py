@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepgraph.tools.output import console, emit_json, format_option, read_plan_or_schedule, set_option
+from stepgraph.tools.output import console, emit_json, format_option, read_plan_or_schedule, set_option, version_options
 
 if TYPE_CHECKING:
     from stepgraph.planner.plan import Instruction, Plan
@@ -25,7 +25,8 @@ def describe(plan: Plan, rank: int, item: Instruction) -> str:
         case p.Run():
             return op(item.op)
         case p.Send():
-            return f"{op(item.op)} -> rank {item.peer}"
+            into = f"{program.buffers[item.target].name} of " if item.target in plan.state_buffers else ""
+            return f"{op(item.op)} -> {into}rank {item.peer}"
         case p.Signal():
             return f"signal {', '.join(str(flag.peer) for flag in item.flags)}"
         case p.Wait():
@@ -79,11 +80,21 @@ def shown_layers(plan: Plan, rank: int, layer: int | None, everything: bool) -> 
 @click.option("--rank", type=click.IntRange(0), default=0, help="Whose program.")
 @click.option("--layer", type=click.IntRange(0), help="Only this layer.")
 @click.option("--all", "everything", is_flag=True, help="All layers, not only the first of each block.")
+@version_options
 @set_option
 @format_option
-def command(file: str, rank: int, layer: int | None, everything: bool, settings: tuple[str, ...], style: str) -> int:
+def command(
+    file: str,
+    rank: int,
+    layer: int | None,
+    everything: bool,
+    settings: tuple[str, ...],
+    variant: str,
+    bucket: str,
+    style: str,
+) -> int:
     """Show a rank's program: a column a stream, a row an instruction, in the order of issue."""
-    plan = read_plan_or_schedule(file, settings)
+    plan = read_plan_or_schedule(file, settings, variant=variant, bucket=bucket)
     if rank >= plan.world_size:
         raise click.UsageError(f"the plan has ranks 0 to {plan.world_size - 1}")
     layers = layers_of(plan, rank)

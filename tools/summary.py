@@ -30,6 +30,8 @@ def summary(plan: Plan) -> dict[str, int | str]:
         "copies": len(sends),
         "copied_bytes": copied,
         "targets": len(plan.targets),
+        "states": len(plan.states),
+        "state_bytes": sum(program.buffers[state.buffer].nbytes for state in plan.states),
         "arena_bytes": plan.arena_bytes,
         "arena_lower_bound": plan.arena_lower_bound,
         "flag_slots": plan.flag_slots,

@@ -15,14 +15,16 @@ from stepgraph.tools.output import (
     emit_json,
     format_option,
     progress,
-    read_plan_or_schedule,
+    read_plans,
     set_option,
+    version_options,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stepgraph.planner.plan import Plan
+    from stepgraph.planner.plan_set import PlanSet
     from stepgraph.planner.verify.proof import Proof
     from stepgraph.runtime.mutate import Verdict
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=SEED, default=0, help="Of the changes.")
 @click.option("--counterexample", metavar="FILE", help="Write an interleaving that shows the first missing order.")
 @edited_option
+@version_options
 @set_option
 @format_option
 def command(
@@ -42,9 +45,12 @@ def command(
     counterexample: str | None,
     edited: bool,
     settings: tuple[str, ...],
+    variant: str,
+    bucket: str,
     style: str,
 ) -> int:
-    """Prove a plan free of races and deadlocks, over all ranks and replays; a schedule is compiled first.
+    """Prove a plan free of races and deadlocks, over all ranks and replays; a schedule is compiled first. Of several
+    versions all are proven, and everything that may follow one another; with --variant or --bucket one alone.
 
     With --mutate the verifier itself is tried: plans with one random change are judged by it and by running them on the
     cpu device, with random numbers for what stages compute. Take a small size: every mutant runs a dozen times.
@@ -52,7 +58,12 @@ def command(
     from stepgraph.planner.verify.proof import prove
     from stepgraph.tools.output import diagnostic_data
 
-    plan = read_plan_or_schedule(file, settings, edited)
+    plans = read_plans(file, settings, edited)
+    if len(plans.plans) > 1 and not (variant or bucket):
+        if mutate or counterexample:
+            raise click.UsageError("--mutate and --counterexample take one version: choose with --variant and --bucket")
+        return _set(plans, style)
+    plan = plans.plan(variant, bucket)
     progress(f"proving {plan.name}")
     proof = prove(plan)
     written = _write(plan, proof, counterexample) if counterexample else False
@@ -85,6 +96,34 @@ def command(
     if verdicts:
         _table(verdicts)
     return 0 if proof.ok and agree else 1
+
+
+def _set(plans: PlanSet, style: str) -> int:
+    """Prove every version and every succession."""
+    from stepgraph.planner.verify.succession import prove_set
+    from stepgraph.tools.output import diagnostic_data
+
+    progress(f"proving {len(plans.plans)} versions of {plans.name} and their successions")
+    proof = prove_set(plans.versions(), plans.follows())
+    if style == "json":
+        emit_json(
+            {
+                "ok": proof.ok,
+                "name": plans.name,
+                "versions": {name: alone.ok for name, alone in proof.alone.items()},
+                "successions_by_closing": proof.closed,
+                "successions_looked_at": proof.words,
+                "findings": [diagnostic_data(finding) for finding in proof.findings],
+            }
+        )
+        return 0 if proof.ok else 1
+    for finding in proof.findings:
+        click.echo(finding.render(), err=True)
+    for name, alone in proof.alone.items():
+        click.echo(f"{name}: {'free of races and deadlocks' if alone.ok else 'not proven'}")
+    how = f"{proof.closed} follow a version that is closed, {proof.words} were looked at one by one"
+    click.echo(f"successions: {'free of races and deadlocks' if proof.ok else 'not proven'}; {how}")
+    return 0 if proof.ok else 1
 
 
 def _write(plan: Plan, proof: Proof, file: str) -> bool:

@@ -6,23 +6,27 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from stepgraph.planner.diagnostics import Diagnostic
-from stepgraph.planner.plan import Collective, Plan, Run, Send
+from stepgraph.planner.plan import Collective, Plan, Region, Run, Send
 from stepgraph.planner.verify.findings import place_of_op
 
 
 def coverage(plan: Plan) -> Iterator[Diagnostic]:
-    """E307 for an op that nobody carries out, and for a target that an op's sends fill in part."""
+    """E307 for an op that nobody carries out, and for a target that an op's sends fill in part; of a state, from the
+    op's row `at` on, as many rows as are sent."""
     done = {exchange.op for exchange in plan.exchanges}
-    area: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    """(op, target) -> elements of a batch that each rank is sent."""
+    sent: dict[tuple[int, int], dict[int, list[Region]]] = defaultdict(lambda: defaultdict(list))
+    """(op, target) -> what each rank is sent."""
     handshake: dict[tuple[int, int], int] = {}
-    for program in plan.ranks:
+    rows: dict[int, dict[int, int]] = defaultdict(dict)
+    """Op -> rows that each rank sends."""
+    for sender, program in enumerate(plan.ranks):
         for item in program.instructions:
             if isinstance(item, Run | Send | Collective):
                 done.add(item.op)
             if isinstance(item, Send):
-                area[item.op, item.target][item.peer] += item.region.rows * item.region.cols
+                sent[item.op, item.target][item.peer].append(item.region)
                 handshake[item.op, item.target] = plan.exchanges[item.exchange].op
+                rows[item.op][sender] = program.views[item.source].region.rows
     for number, op in enumerate(plan.ops):
         if number not in done and op.outputs and op.kind != "load":  # which names no op
             yield Diagnostic(
@@ -33,17 +37,28 @@ def coverage(plan: Plan) -> Iterator[Diagnostic]:
                 "none",
                 "what it would make is read all the same, or the op is of no use",
             )
-    for (number, target), found in area.items():
+    states = plan.state_buffers
+    for (number, target), regions in sent.items():
         closing = handshake[number, target]
-        groups = {exchange.group for exchange in plan.exchanges if exchange.op == closing}
-        for rank in sorted({rank for group in groups for rank in plan.groups[group]}):
+        groups = {plan.groups[exchange.group] for exchange in plan.exchanges if exchange.op == closing}
+        for rank, group in sorted((rank, members) for members in groups for rank in members):
             buffer = plan.ranks[rank].buffers[target]
-            if found.get(rank, 0) != buffer.rows * buffer.cols:
+            window = range(buffer.rows)
+            if target in states:
+                first = int(dict(plan.ops[number].options).get("at", "0"))
+                window = range(first, first + sum(rows[number].get(member, 0) for member in group))
+            wanted = len(window) * buffer.cols
+            found = sum(_rows_in(region, window) * region.cols for region in regions.get(rank, ()))
+            if found != wanted:
                 yield Diagnostic(
                     "E307",
                     f"{plan.ops[number].name} does not fill {buffer.name} of rank {rank}",
                     place_of_op(plan, number),
-                    f"{buffer.rows * buffer.cols} elements of a batch",
-                    f"{found.get(rank, 0)}",
+                    f"{wanted} elements of a batch, in rows {window.start} to {window.stop - 1}",
+                    f"{found}",
                     "every member of a group with a share sends to every other, and to itself",
                 )
+
+
+def _rows_in(region: Region, window: range) -> int:
+    return max(0, min(region.row + region.rows, window.stop) - max(region.row, window.start))

@@ -66,6 +66,8 @@ class _Walk:
             for plan in plans
         ]
         asked = [dict.fromkeys(where for rank in plan for item in rank for where, _ in item) for plan in found]
+        self.states = [{state.buffer: state.name for state in plan.states} for plan in plans]
+        """Of each different plan."""
         cells: Cells = cells_of(plans, asked)
         self.overlaps = cells.overlaps
         self.touches = [
@@ -115,14 +117,15 @@ class _Walk:
             for reader, read in self.reads[near_cell].items():
                 if reader != chain and clock[reader] < read.position:
                     self.race(read, False, access, True)
-        if last is not None and ordered and self.is_target(access):
+        if last is not None and ordered and self.is_target(access) and self.state(access) is None:
             self.unread(cell, last, access)
         self.reads[cell].clear()
         self.written[cell] = access
 
     def fresh(self, last: _Access | None, access: _Access, others: tuple[int, ...]) -> None:
-        """What is read was written in this replay, and not replaced since."""
-        if last is None or last.step.replay < access.step.replay:
+        """What is read was written in this replay, or is a state, and was not replaced since."""
+        state = self.state(access)
+        if state is None and (last is None or last.step.replay < access.step.replay):
             self.note(
                 "E307",
                 access,
@@ -134,7 +137,11 @@ class _Walk:
             return
         for other in others:
             late = self.written.get(other)
-            if late is not None and late.time > last.time and late.step.replay == last.step.replay:
+            if late is None or (state is not None and self.state(late) == state):
+                continue  # the latter is what another plan has left in it
+            if state is None and late.step.replay != access.step.replay:
+                continue  # it races with this replay's own write, which is told
+            if last is None or late.time > last.time:
                 self.note(
                     "E306",
                     access,
@@ -162,6 +169,10 @@ class _Walk:
 
     def plan(self, access: _Access) -> Plan:
         return self.order.plans[access.step.replay]
+
+    def state(self, access: _Access) -> str | None:
+        """The name of the state that is touched."""
+        return self.states[self.which[access.step.replay]].get(access.place[1])
 
     def is_target(self, access: _Access) -> bool:
         return access.place[1] < len(self.plan(access).targets)

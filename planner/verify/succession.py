@@ -109,6 +109,28 @@ def _shared_epochs(plans: Mapping[str, Plan], uses: Mapping[int, Uses]) -> Itera
                 break
 
 
+def _shared_states(plans: Mapping[str, Plan]) -> Iterator[Diagnostic]:
+    """What a plan leaves in a state outlives every other plan: nothing else lies there."""
+    for name, plan in plans.items():
+        for state in (state for state in plan.states if state.buffer < len(plan.targets)):
+            kept = plan.targets[state.buffer]
+            for other, found in plans.items():
+                own = {one.buffer: one.name for one in found.states}
+                for number, target in enumerate(found.targets):
+                    meet = kept.offset < target.offset + target.nbytes and target.offset < kept.offset + kept.nbytes
+                    same = own.get(number) == state.name
+                    if other != name and (meet != same or (same and kept.offset != target.offset)):
+                        yield Diagnostic(
+                            "E306",
+                            f"{other} writes where {name} has the state {state.name}, or has it elsewhere",
+                            None,
+                            f"{state.name} at bytes {kept.offset} to {kept.offset + kept.nbytes}, and nothing else",
+                            f"{target.name} at bytes {target.offset} to {target.offset + target.nbytes}",
+                            "give states of one name one place in the arena, and share it with nothing",
+                        )
+                        return
+
+
 def _succession(word: Sequence[str], plans: Mapping[str, Plan], uses: Mapping[int, Uses]) -> Iterator[Diagnostic]:
     order = order_of([plans[name] for name in word], word)
     assert not order.stuck, "each plan comes to its end alone"
@@ -132,7 +154,7 @@ def prove_set(plans: Mapping[str, Plan], follows: Follows) -> SetProof:
             reach[name] = _reach(order)
     sound = {name: plans[name] for name in reach}
     uses = {id(plan): uses_of(plan) for plan in sound.values()}
-    found = list(_shared_epochs(sound, uses))
+    found = [*_shared_epochs(sound, uses), *_shared_states(sound)]
     shared = {
         name
         for one, two in combinations(sound, 2)

@@ -53,6 +53,8 @@ class RankSite:
     """For what must run while the others wait."""
     groups: Mapping[int, dist.ProcessGroup | None]
     """The process group of each group of the plan; None for a rank alone."""
+    states: Mapping[str, Tensor]
+    """The states that only this rank writes, by name, (batch, rows, cols): those of all plans of the session."""
 
     @property
     def device(self) -> torch.device:

@@ -10,27 +10,59 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepgraph.planner.buckets import match
 from stepgraph.planner.diagnostics import StepgraphError
 from stepgraph.planner.plan import Plan
+from stepgraph.planner.plan_set import PlanSet
 
 if TYPE_CHECKING:
+    from stepgraph.planner.schedule import Schedule
     from stepgraph.runtime.denoise import sigma_pairs
     from stepgraph.runtime.session import Session
 
-__all__ = ["Plan", "Session", "StepgraphError", "compile", "load", "sigma_pairs"]
+__all__ = [
+    "Plan",
+    "PlanSet",
+    "Session",
+    "StepgraphError",
+    "compile",
+    "compile_set",
+    "load",
+    "load_set",
+    "match",
+    "sigma_pairs",
+]
+Overrides = Mapping[str, str | int | float | bool]
 
 
-def compile(schedule: str | Path, overrides: Mapping[str, str | int | float | bool] | None = None) -> Plan:
-    """The plan of a schedule: a path, or the name of a shipped one. ``overrides`` sets values by dotted path.
+def compile(schedule: str | Path, overrides: Overrides | None = None) -> Plan:
+    """The plan of a schedule: a path, or the name of a shipped one. ``overrides`` sets values by dotted path. One with
+    variants or buckets is for ``compile_set``.
 
     Raises:
         StepgraphError: everything that is wrong with the schedule, with its places.
     """
     from stepgraph.planner.compile import compile_schedule
+
+    return compile_schedule(_schedule(schedule, overrides))
+
+
+def compile_set(schedule: str | Path, overrides: Overrides | None = None) -> PlanSet:
+    """The plans of all variants and buckets of a schedule, in one arena.
+
+    Raises:
+        StepgraphError: everything that is wrong with the schedule, with its places.
+    """
+    from stepgraph.planner.compile import compile_set as compile_versions
+
+    return compile_versions(_schedule(schedule, overrides))
+
+
+def _schedule(schedule: str | Path, overrides: Overrides | None) -> Schedule:
     from stepgraph.planner.schedule import load_schedule, schedule_path
 
     settings = tuple((path, _written(value)) for path, value in (overrides or {}).items())
-    return compile_schedule(load_schedule(schedule_path(str(schedule)), settings))
+    return load_schedule(schedule_path(str(schedule)), settings)
 
 
 def _written(value: str | float) -> str:
@@ -42,6 +74,13 @@ def load(path: str | Path) -> Plan:
     from stepgraph.planner.plan import load_plan
 
     return load_plan(Path(path))
+
+
+def load_set(path: str | Path) -> PlanSet:
+    """A plan set from its file; a plan alone is a set of one. Raises PlanError as ``load`` does."""
+    from stepgraph.planner.plan_set import load_plan_set
+
+    return load_plan_set(Path(path))
 
 
 def __getattr__(name: str) -> object:

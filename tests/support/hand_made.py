@@ -129,6 +129,7 @@ class Draft:
             ops=tuple(self.ops),
             exchanges=tuple(self.exchanges),
             targets=tuple(targets),
+            states=(),
             arena_bytes=max((t.offset + t.nbytes for t in targets), default=0),
             arena_lower_bound=0,
             flag_slots=max(self.slots, default=0) + len(self.rows),

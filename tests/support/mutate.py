@@ -8,8 +8,9 @@ from torch import Tensor
 
 from stepgraph.planner.diagnostics import StepgraphError
 from stepgraph.planner.plan import Plan, Record, Reset, Send, Signal, Wait, WaitEvent
+from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.mutate import with_program
-from stepgraph.runtime.session import Session, random_inputs
+from stepgraph.runtime.session import Session
 
 Mutant = tuple[str, Plan]
 

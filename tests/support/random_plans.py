@@ -113,9 +113,9 @@ def edited(draw: st.DrawFn, plans: st.SearchStrategy[Plan], least: int, most: in
 
 
 @st.composite
-def from_schedules(draw: st.DrawFn, axes_of: Sequence[Axes] = ANY) -> Plan:
+def from_schedules(draw: st.DrawFn, axes_of: Sequence[Axes] = ANY, stateful: bool = False) -> Plan:
     """Plans that the planner has made."""
-    plan = compiled(draw(schedules(axes_of)))
+    plan = compiled(draw(schedules(axes_of, stateful)))
     assume(plan is not None)
     assert plan is not None
     return plan
@@ -125,6 +125,8 @@ FAMILIES: dict[str, st.SearchStrategy[Plan]] = {
     "compiled": from_schedules(),
     # In a group of one nothing waits, and runs do not see that its copy to itself is missing or another's.
     "compiled, edited": edited(from_schedules(SMALL), 2, 4),
+    "with state": from_schedules(stateful=True),
+    "with state, edited": edited(from_schedules(SMALL, stateful=True), 2, 4),
     "hand-made": programs(),
     "hand-made, edited": edited(programs(), 1, 4),
 }

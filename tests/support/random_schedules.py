@@ -17,10 +17,10 @@ HEAD = """version: 1
 name: random
 model: {{layers: {layers}, hidden: 4, heads: {heads}, kv_heads: {kv_heads}, head_dim: 2, ffn: 4, dtype: float32}}
 mesh: {{{mesh}}}
-shape: {{seq: {seq}}}
+shape: {{seq: {seq}{rows}}}
 inputs:
   latents: {{shape: [batch, seq, 2]}}{rope}
-outputs: [noise]
+outputs: [noise]{state}
 streams: {{{streams}}}
 defaults: {{handshake: {handshake}}}
 blocks:
@@ -51,6 +51,8 @@ class _Block:
 
     def __init__(self, draw: st.DrawFn, axes: Axes) -> None:
         self.draw, self.axes, self.lines = draw, axes, list[str]()
+        self.states: list[str] = []
+        self.stateful = False
 
     def one_of(self, *choices: str) -> str:
         return self.draw(st.sampled_from(choices))
@@ -89,14 +91,20 @@ class _Block:
                 self.add(f"norm_rope: {{name: rope_{name}, in: {name}, rope: rope}}")
             closes = not following or self.yes()
             fields = f", buffers: {self.one_of('1', '2')}" if self.draw(st.integers(0, 3)) == 0 else ""
+            if self.stateful and name != "q":
+                fields = f", into: {name}cache, at: past"
+                per = self.one_of("step", "layer")
+                shape = "[batch, rows, kv_heads, head_dim]"
+                self.states.append(f"  {name}cache: {{shape: {shape}, placement: head, per: {per}}}")
             self.add(f"send: {{in: {name}{', barrier: true' if closes else ''}{fields}}}")
 
     def attention(self) -> None:
         self.add("norm: {in: x, out: h}")
         order = self.projections()
-        if self.yes():
+        if self.stateful or self.yes():
             self.sends(order)
-            self.add("attention: {in: [q, k, v], out: o}")
+            caches = "kcache, vcache" if self.stateful else "k, v"
+            self.add(f"attention: {{in: [q, {caches}], out: o}}")
             self.add(f"gather: {{in: o{self.exchange()}}}")
         else:
             together = self.yes()
@@ -108,6 +116,12 @@ class _Block:
         if self.axes.tensor > 1:
             self.add(f"all_reduce: {{name: reduce_a, in: a{self.exchange()}}}")
         self.add("residual: {in: [x, a], out: x}")
+        if self.stateful and self.yes():
+            self.states.append(
+                f"  last: {{shape: [batch, seq, hidden], placement: sequence, per: {self.one_of('step', 'layer')}}}"
+            )
+            self.add("residual: {name: add_last, in: [x, last], out: last}")
+            self.add("keep: {in: last, into: last}" if self.yes() else "norm: {name: norm_last, in: last, out: x}")
 
     def mlp(self) -> None:
         self.add("norm: {name: norm2, in: x, out: g}")
@@ -125,23 +139,29 @@ ANY = (*SMALL, Axes(2, 1), Axes(1, 4))
 
 
 @st.composite
-def schedules(draw: st.DrawFn, axes_of: Sequence[Axes] = ANY) -> str:
-    """The text of a schedule of two to four ranks and one to three layers."""
+def schedules(draw: st.DrawFn, axes_of: Sequence[Axes] = ANY, stateful: bool = False) -> str:
+    """The text of a schedule of two to four ranks and one to three layers; with caches of keys and values, and a tensor
+    that every layer or step adds to, where it is ``stateful``."""
     axes = draw(st.sampled_from(axes_of))
     names = [f"ulysses: {axes.ulysses}"] + ([f"tensor: {axes.tensor}"] if axes.tensor > 1 else [])
     block = _Block(draw, axes)
+    block.stateful = stateful
     block.attention()
     if draw(st.booleans()):
         block.mlp()
     text = "\n".join(block.lines)
     rotated = "rope: rope" in text
     heads = axes.tensor * (axes.ulysses + draw(st.integers(0, 1)))
+    seq = draw(st.integers(axes.ulysses - 1, axes.ulysses + 2)) or 1
+    past, behind = draw(st.integers(0, 2)), draw(st.integers(0, 1))
     return HEAD.format(
+        rows=f", rows: {past + seq + behind}, past: {past}" if stateful else "",
+        state="\n".join(["\nstate:", *block.states]) if block.states else "",
         layers=draw(st.integers(1, 3 if axes.ulysses * axes.tensor == 2 else 2)),
         heads=heads,
         kv_heads=axes.tensor if draw(st.integers(0, 3)) == 0 else heads,
         mesh=", ".join(draw(st.permutations(names))),
-        seq=draw(st.integers(axes.ulysses - 1, axes.ulysses + 2)) or 1,
+        seq=seq,
         streams=draw(st.sampled_from(["compute: {}, copy: {}", "compute: {}, copy: {}", "compute: {}"])),
         handshake=draw(st.sampled_from(["memop", "copy", "kernel"])),
         block=text,

@@ -24,6 +24,8 @@ def small_schedule(name: str, **more: str) -> Schedule:
         settings["shape.seq"] = "21"
     else:
         settings |= {f"shape.seq.{segment}": str(21 - 8 * index) for index, (segment, _) in enumerate(found.segments)}
+    rows = {"cache": "29", "kv": "27", "past": "5"}
+    settings |= {f"shape.{name}": rows[name] for name, _ in found.more_sizes}
     settings |= {key.replace("__", "."): value for key, value in more.items()}
     return read_schedule(text, f"{name}.yaml", tuple(settings.items()))
 
