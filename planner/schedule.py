@@ -16,6 +16,7 @@ from stepgraph.planner.ops import (
     Dims,
     Entry,
     Handshake,
+    LayerRun,
     Model,
     Name,
     Names,
@@ -162,6 +163,9 @@ class Document(Model):
     version: Literal[1] = Field(description="The language's version: 1.")
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = Field(description="The schedule's name.")
     model: ModelSizes = Field(description="Global sizes of the model.")
+    sizes: dict[Name, Size] = Field(
+        default={}, description="Sizes of your own, by name: for shapes, and for `repeat` under `layers`."
+    )
     mesh: Annotated[dict[AxisName, Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1)] = Field(
         description="Axes and their sizes, in order; the last varies fastest over ranks."
     )
@@ -232,6 +236,8 @@ class Bucket:
 class Schedule:
     name: str
     model: ModelSizes
+    own_sizes: tuple[tuple[str, int], ...]
+    """The file's `sizes`."""
     mesh: tuple[tuple[str, int], ...]
     batch: int
     segments: tuple[tuple[str, int], ...]
@@ -302,7 +308,8 @@ class Schedule:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every named size: batch, segments, hidden, heads, kv_heads, head_dim, ffn, and the others of `shape`."""
+        """Every named size: batch, segments, hidden, heads, kv_heads, head_dim, ffn, the others of `shape`, and the
+        file's `sizes`."""
         model = self.model
         return {
             **dict(self.more_sizes),
@@ -313,6 +320,7 @@ class Schedule:
             "kv_heads": model.kv_heads or model.heads,
             "ffn": model.ffn,
             **dict(self.segments),
+            **dict(self.own_sizes),
         }
 
 
@@ -357,18 +365,27 @@ class _Itemizer:
             )
             return None
         if kind == "layers":
-            layers = self.document.model.layers
-            runs = (
-                ((fields, layers, None),)
-                if isinstance(fields, str)
-                else tuple((r.block, r.repeat, r.first) for r in fields)
-            )
-            return LayersItem(runs, (*path, kind))
+            return LayersItem(self._runs(fields, (*path, kind)), (*path, kind))
         defaults: Model = getattr(self.document.defaults, kind)
         missing = {
             name: getattr(defaults, name) for name in defaults.model_fields_set if name not in fields.model_fields_set
         }
         return OpItem(kind, fields.model_copy(update=missing) if missing else fields, (*path, kind))
+
+    def _runs(self, fields: str | tuple[LayerRun, ...], path: TreePath) -> tuple[tuple[str, int, int | None], ...]:
+        if isinstance(fields, str):
+            return ((fields, self.document.model.layers, None),)
+        runs: list[tuple[str, int, int | None]] = []
+        for index, run in enumerate(fields):
+            repeat = self.document.sizes.get(run.repeat) if isinstance(run.repeat, str) else run.repeat
+            if repeat is None:
+                place = self.tree.place((*path, index, "repeat"))
+                known = self.document.sizes
+                hint = nearest(str(run.repeat), known) or f"known: {', '.join(known) or 'none'}"
+                message = f"no size is called '{run.repeat}'"
+                self.problems.append(Diagnostic("E211", message, place, "a name under `sizes`", "", hint))
+            runs.append((run.block, repeat or 1, run.first))
+        return tuple(runs)
 
 
 def parse(tree: SourceTree) -> Schedule:
@@ -392,6 +409,7 @@ def parse(tree: SourceTree) -> Schedule:
     return Schedule(
         name=document.name,
         model=document.model,
+        own_sizes=tuple(document.sizes.items()),
         mesh=tuple(document.mesh.items()),
         batch=document.shape.batch,
         segments=tuple(seq.items()) if isinstance(seq, dict) else (("seq", seq),),
