@@ -5,7 +5,7 @@ from pathlib import Path
 from stepgraph.planner.compile import compile_schedule, compile_set
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.plan_set import PlanSet
-from stepgraph.planner.schedule import Schedule, load_schedule
+from stepgraph.planner.schedule import Schedule, load_schedule, read_schedule
 
 PLANS = Path(__file__).parents[2] / "plans"
 SETS = sorted(path.stem for path in PLANS.glob("*.yaml") if "\nvariants:" in path.read_text())
