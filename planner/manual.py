@@ -151,6 +151,19 @@ CODES: dict[str, Entry] = {
         "The schedule has variants or buckets: each is a plan of its own.",
         "Choose one with --variant and --bucket, or compile all of them to a plan set.",
     ),
+    "E216": Entry(
+        "branches of guidance that don't go together",
+        "With `cfg`, all ops up to the step's last guide are done for both branches: on ranks of their own (parallel), "
+        "in one batch (batch) or one after the other (sequential). They see inputs and what they make themselves; what "
+        "comes behind the guide sees inputs that both branches share, and what guides have made.",
+        "End the branches with `guide: {in: noise, scale: guidance, out: noise}`, and make behind it what is left.",
+    ),
+    "E217": Entry(
+        "chunks that don't fit",
+        "`chunks` cuts one run of ops by heads: sends, the barrier behind them, the attention, its gathers. Every rank "
+        "needs a head of q in every chunk. What is cut is read by the attention and the gathers alone.",
+        "Take fewer chunks, or move other readers before the sends or behind the gathers.",
+    ),
     "E301": Entry(
         "race on a target",
         "Two ranks touch the same bytes of a target, one of them writing, and nothing orders them within a replay. A "

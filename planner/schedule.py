@@ -30,6 +30,7 @@ from stepgraph.planner.plan import DType, Source
 from stepgraph.planner.schema_errors import schema_diagnostics
 from stepgraph.planner.source import Overrides, SourceTree, TreePath, read, read_file
 
+Cfg = Literal["batch", "sequential", "parallel"]
 AxisName = Literal["ulysses", "tensor", "cfg"]
 
 
@@ -38,6 +39,7 @@ def _dtype(value: object) -> object:
 
 
 DTypeName = Annotated[DType, BeforeValidator(_dtype)]
+FloatName = Annotated[Literal[DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT64], BeforeValidator(_dtype)]
 Entries = Annotated[tuple[Entry, ...], Field(min_length=1), BeforeValidator(as_tuple)]
 
 
@@ -50,7 +52,7 @@ class ModelSizes(Model):
     kv_heads: Size | None = Field(None, description="Attention heads of k and v; by default as many as heads.")
     head_dim: Size = Field(description="Features of a head.")
     ffn: Size = Field(description="Inner features of the MLP.")
-    dtype: DTypeName = Field(description="bfloat16, float16, float32 or float64.")
+    dtype: FloatName = Field(description="bfloat16, float16, float32 or float64.")
 
 
 Extra = Annotated[int, Field(ge=0, le=2**40)]
@@ -72,11 +74,11 @@ class InputSpec(Model):
     """A tensor that the caller hands over."""
 
     shape: Dims = Field(description="Global sizes, numbers or names.")
-    dtype: DTypeName | None = Field(None, description="By default that of the model.")
+    dtype: DTypeName | None = Field(None, description="By default that of the model; bool for a mask.")
     placement: Literal["replicated", "sequence", "cfg"] = Field(
         "replicated",
         description="replicated: every rank loads it whole; sequence: each rank loads its own rows; cfg: both "
-        "branches, conditioned first, are stacked in front of the shape, and each rank loads its own.",
+        "branches, conditioned first, are stacked in front of the shape.",
     )
 
 
@@ -174,6 +176,11 @@ class Document(Model):
         description="What the caller hands over, in order."
     )
     outputs: Names = Field(description="What the caller gets: names at the end of the step.")
+    cfg: Cfg | None = Field(
+        None,
+        description="Classifier-free guidance. batch: both branches in one batch; sequential: one after the other in "
+        "one step; parallel: each on ranks of its own, along the mesh's axis cfg of 2, where it is the default.",
+    )
     state: dict[Name, StateSpec] = Field(default={}, description="Tensors that outlive a step.")
     streams: Annotated[dict[Name, StreamSpec], Field(min_length=1)] = Field(
         default={"compute": StreamSpec(), "copy": StreamSpec()},
@@ -212,7 +219,15 @@ class LayersItem:
     path: TreePath
 
 
-Item = OpItem | EachItem | LayersItem
+@dataclass(frozen=True, slots=True)
+class ChunksItem:
+    heads: int
+    """Into how many chunks each rank's heads are cut."""
+    items: tuple[Item, ...]
+    path: TreePath
+
+
+Item = OpItem | EachItem | LayersItem | ChunksItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +262,8 @@ class Schedule:
     inputs: tuple[tuple[str, InputSpec], ...]
     outputs: tuple[str, ...]
     outputs_path: TreePath
+    cfg: Cfg | None
+    """How both branches of guidance are computed; None where there is one."""
     state: Mapping[str, StateSpec]
     """In the order written."""
     sent_into: frozenset[str]
@@ -345,13 +362,15 @@ class _Itemizer:
         keys = [name for name in type(entry).model_fields if name in entry.model_fields_set]
         if set(keys) == {"each", "do"} and entry.each and entry.do:
             return EachItem(entry.each, self.items(entry.do, (*path, "do")), path)
-        if len(keys) != 1 or keys[0] in ("each", "do"):
+        if set(keys) == {"chunks", "do"} and entry.chunks and entry.do:
+            return ChunksItem(entry.chunks.heads, self.items(entry.do, (*path, "do")), path)
+        if len(keys) != 1 or keys[0] in ("each", "chunks", "do"):
             self.problems.append(
                 Diagnostic(
                     "E103",
                     "an op is a map of one key, its kind",
                     self.tree.place(path),
-                    "one kind, or `each` with `do`",
+                    "one kind, or `each` or `chunks` with `do`",
                     ", ".join(keys) or "nothing",
                     "put each op on a line of its own, behind a dash",
                 )
@@ -377,15 +396,21 @@ class _Itemizer:
             return ((fields, self.document.model.layers, None),)
         runs: list[tuple[str, int, int | None]] = []
         for index, run in enumerate(fields):
-            repeat = self.document.sizes.get(run.repeat) if isinstance(run.repeat, str) else run.repeat
-            if repeat is None:
-                place = self.tree.place((*path, index, "repeat"))
-                known = self.document.sizes
-                hint = nearest(str(run.repeat), known) or f"known: {', '.join(known) or 'none'}"
-                message = f"no size is called '{run.repeat}'"
-                self.problems.append(Diagnostic("E211", message, place, "a name under `sizes`", "", hint))
-            runs.append((run.block, repeat or 1, run.first))
+            repeat = self._count(run.repeat, (*path, index, "repeat"))
+            first = None if run.first is None else self._count(run.first, (*path, index, "first"))
+            runs.append((run.block, repeat, first))
         return tuple(runs)
+
+    def _count(self, given: int | str, path: TreePath) -> int:
+        """A number, or what its name under `sizes` says; 1 after telling that there is none."""
+        known = self.document.sizes
+        if isinstance(given, str) and given not in known:
+            hint = nearest(given, known) or f"known: {', '.join(known) or 'none'}"
+            message = f"no size is called '{given}'"
+            self.problems.append(
+                Diagnostic("E211", message, self.tree.place(path), "a name under `sizes`", f"'{given}'", hint)
+            )
+        return known.get(given, 1) if isinstance(given, str) else given
 
 
 def parse(tree: SourceTree) -> Schedule:
@@ -417,6 +442,7 @@ def parse(tree: SourceTree) -> Schedule:
         inputs=tuple(document.inputs.items()),
         outputs=variants[0].outputs if variants else document.outputs,
         outputs_path=variants[0].outputs_path if variants else ("outputs",),
+        cfg=document.cfg or ("parallel" if document.mesh.get("cfg", 1) > 1 else None),
         state=document.state,
         sent_into=frozenset(_sent_into(document.state, (*blocks.values(), step, *(v.step for v in variants)))),
         streams=tuple(document.streams),

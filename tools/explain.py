@@ -67,7 +67,7 @@ def topics() -> dict[str, Topic]:
         found[name] = Topic(name, (model.__doc__ or "").strip(), fields=_fields(model))
     for kind, op in ops.OP_KINDS.items():
         found[kind] = Topic(kind, op.summary, stream=op.runs_on, fields=_fields(op))
-    for name in ("layers", "each", "do"):
+    for name in ("layers", "each", "chunks", "do"):
         found[name] = Topic(name, ops.Entry.model_fields[name].description or "")
     for name, topic in list(found.items()):
         for part, text in topic.fields.items():

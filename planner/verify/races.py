@@ -137,9 +137,11 @@ class _Walk:
             return
         for other in others:
             late = self.written.get(other)
-            if state is not None and late is not None and self.state(late) == state:
-                continue  # what another plan has left in it
-            if late is not None and (last is None or late.time > last.time):
+            if late is None or (state is not None and self.state(late) == state):
+                continue  # the latter is what another plan has left in it
+            if state is None and late.step.replay != access.step.replay:
+                continue  # it races with this replay's own write, which is told
+            if last is None or late.time > last.time:
                 self.note(
                     "E306",
                     access,
