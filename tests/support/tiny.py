@@ -167,6 +167,14 @@ def _qwen_image_call(uneven: bool) -> Call:
     }
 
 
+def _masked_call(uneven: bool) -> Call:
+    """Of one prompt a part counts, of the other the first two tokens."""
+    call = _qwen_image_call(uneven)
+    mask = torch.ones(2, 5 if uneven else 8)
+    mask[0, 1], mask[1, 2:] = 0, 0
+    return {**call, "encoder_hidden_states_mask": mask}
+
+
 def _ltx_video() -> Module:
     from diffusers import LTXVideoTransformer3DModel
 
@@ -208,4 +216,5 @@ FAMILIES = {
     ),
     "ltx_video": Tiny("ltx_video_u4", _ltx_video, _ltx_video_call, ("transformer_blocks",)),
     "qwen_image": Tiny("qwen_image_u4", _qwen_image, _qwen_image_call, ("transformer_blocks",)),
+    "qwen_image masked": Tiny("qwen_image_masked_u4", _qwen_image, _masked_call, ("transformer_blocks",)),
 }
