@@ -217,6 +217,40 @@ def test_arguments_that_a_plan_cannot_honour(change: Call, told: str) -> None:
         sharded(**{**tiny.call(False), **change})
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("flux", {"controlnet_block_samples": [torch.zeros(2, 21, 48)]}, "'controlnet_block_samples'"),
+        ("flux", {"controlnet_single_block_samples": [torch.zeros(2, 21, 48)]}, "'controlnet_single_block_samples'"),
+        ("flux", {"joint_attention_kwargs": {"ip_adapter_image_embeds": []}}, "'joint_attention_kwargs'"),
+        ("flux", {"guidance": None}, "'guidance'"),
+        ("flux schnell", {"guidance": torch.ones(2)}, "made without guidance_embeds"),
+        ("ltx_video", {"timestep": torch.zeros(2, 45)}, "'timestep'"),
+        ("ltx_video", {"encoder_attention_mask": torch.zeros(2, 1, 7)}, "'encoder_attention_mask'"),
+        ("qwen_image", {"guidance": torch.ones(2)}, "'guidance'"),
+        ("qwen_image", {"additional_t_cond": torch.zeros(2)}, "'additional_t_cond'"),
+    ],
+)
+def test_arguments_of_other_families(name: str, change: Call, told: str) -> None:
+    tiny = FAMILIES[name]
+    sharded = wrapped(tiny, tiny.made(), 2)
+    with refused("E621", told):
+        sharded(**{**tiny.call(True), **change})
+    assert not sharded.sessions
+
+
+def test_configs_that_no_schedule_computes() -> None:
+    from diffusers import LTXVideoTransformer3DModel, QwenImageTransformer2DModel
+
+    sizes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16}
+    other = QwenImageTransformer2DModel(**sizes, joint_attention_dim=8, axes_dims_rope=(4, 6, 6), zero_cond_t=True)
+    with refused("E620", "made with zero_cond_t"):
+        stepgraph.wrap(other, "qwen_image_u4")
+    wide = LTXVideoTransformer3DModel(**sizes, cross_attention_dim=48, caption_channels=8)
+    with refused("E620", "cross_attention_dim is 48, not the 32 features of a token"):
+        stepgraph.wrap(wide, "ltx_video_u4")
+
+
 def test_a_text_mask_needs_a_schedule_that_reads_it() -> None:
     """CASES 27: a mask is an input with a type of its own; without it in the schedule it is refused, not ignored."""
     model, call = FAMILIES["qwen_image"].made(), FAMILIES["qwen_image masked"].call(True)
