@@ -204,7 +204,7 @@ def test_stages_missing_and_left_over_are_told() -> None:
     [
         ({"attention_kwargs": {"scale": 0.5}}, "'attention_kwargs'"),
         ({"encoder_hidden_states_image": torch.zeros(2, 3, 20)}, "'encoder_hidden_states_image'"),
-        ({"timestep": torch.zeros(2, 45)}, "'timestep'"),
+        ({"timestep": torch.zeros(2, 32, 1)}, "'timestep'"),
         ({"timestep": 500}, "a tensor of shape [2]"),
         ({"hidden_states": torch.zeros(2, 6, 3, 5, 10)}, "multiples of [1, 2, 2]"),
         ({"hidden_states": torch.zeros(2, 6, 2, 8, 8, requires_grad=True)}, "needs no gradient"),
@@ -271,6 +271,8 @@ def test_inputs_of_another_dtype_are_not_cast() -> None:
     sharded = wrapped(tiny, tiny.made(), 2)
     with refused("E605", "'latents'", "float64"):
         sharded(**{**tiny.call(False), "hidden_states": torch.zeros(2, 6, 2, 8, 8, dtype=torch.float64)})
+    with refused("E605", "'timestep'", "[2], float32", "[2, 32], float32"):
+        sharded(**{**tiny.call(False), "timestep": torch.zeros(2, 32)})
 
 
 def test_modules_that_compute_something_else() -> None:
@@ -315,8 +317,11 @@ def test_a_cache_of_diffusers_that_is_enabled_later() -> None:
 
 # stepgraph init --from
 
+OTHERS = ("qwen_image masked", "wan per token")
+"""With a schedule that is not the first of their class."""
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen_image masked"])
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in OTHERS])
 def test_a_schedule_is_drafted_from_a_class_and_from_a_config(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
