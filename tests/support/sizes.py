@@ -5,7 +5,7 @@ from pathlib import Path
 from stepgraph.planner.compile import compile_schedule, compile_set
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.plan_set import PlanSet
-from stepgraph.planner.schedule import Schedule, load_schedule, read_schedule
+from stepgraph.planner.schedule import Schedule, load_schedule
 
 PLANS = Path(__file__).parents[2] / "plans"
 SETS = sorted(path.stem for path in PLANS.glob("*.yaml") if "\nvariants:" in path.read_text())
@@ -37,17 +37,12 @@ def small_plan(name: str, **more: str) -> Plan:
 
 def small_set(name: str, **more: str) -> PlanSet:
     """A shipped schedule of several versions, with four layers."""
-    text = (PLANS / f"{name}.yaml").read_text()
     settings = {"model.layers": "4", "model.hidden": "48", "model.heads": "9", "model.head_dim": "4", "model.ffn": "32"}
     if name == "minimax_h3_cached_u4":
-        text = (
-            text.replace("repeat: 5", "repeat: 1").replace("repeat: 40", "repeat: 2").replace("first: 45", "first: 3")
-        )
-        settings["shape.seq"] = "21"
+        settings |= {"sizes.ends": "1", "sizes.middle": "2", "sizes.last": "3", "shape.seq": "21"}
     else:
-        text = text.replace("repeat: 39", "repeat: 3")
-        settings |= {"shape.seq.vid": "7", "shape.seq.txt": "5", "shape.cache": "32"}
+        settings |= {"sizes.but_last": "3", "shape.seq.vid": "7", "shape.seq.txt": "5", "shape.cache": "32"}
         for chunk, kv in enumerate((7, 14, 21, 28, 32), 1):
             settings |= {f"buckets.chunk{chunk}.kv": str(kv), f"buckets.chunk{chunk}.past": str(kv - 7)}
     settings |= {key.replace("__", "."): value for key, value in more.items()}
-    return compile_set(read_schedule(text, f"{name}.yaml", tuple(settings.items())))
+    return compile_set(load_schedule(PLANS / f"{name}.yaml", tuple(settings.items())))
