@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch import Tensor
 
 from stepgraph.runtime.adapters.arithmetic import joint, rotation_table
@@ -67,6 +69,8 @@ def settings(config: Config) -> Settings:
 
 
 def refuses(config: Config) -> Iterable[str]:
+    if "max_txt_seq_len" not in inspect.signature(QwenEmbedRope.forward).parameters:
+        yield "this version of diffusers ignores text masks of Qwen-Image and makes its angles another way; take 0.37"
     for name in ("zero_cond_t", "use_additional_t_cond"):
         if config.get(name):
             yield f"the module is made with {name}"

@@ -1,6 +1,7 @@
 """How near a wrapped model is to its own forward, in roundings of that forward."""
 
 import copy
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -47,6 +48,10 @@ def roundings(model: Module, call: Call, got: Tensor) -> float:
     return float((got - want).abs().max() / error)
 
 
+def diffusers_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in version("diffusers").split(".")[:2])
+
+
 def measured(tiny: Tiny, dtype: torch.dtype, ranks: int, uneven: bool) -> float:
     """``roundings`` of a sharded step, which no race or fault has touched."""
     model, call = in_dtype(tiny.made(), dtype), with_dtype(tiny.call(uneven), dtype)
@@ -58,7 +63,7 @@ def measured(tiny: Tiny, dtype: torch.dtype, ranks: int, uneven: bool) -> float:
     again = sharded(**call, return_dict=False)
     assert isinstance(again, tuple)
     assert torch.equal(again[0], got)
-    if ranks == 1 and dtype is torch.bfloat16:
-        assert torch.equal(got, own(model, call))
+    if ranks == 1 and dtype is torch.bfloat16 and diffusers_version() >= (0, 42):
+        assert torch.equal(got, own(model, call))  # earlier ones multiply other layouts, and round in another way
     sharded.close()
     return roundings(model, call, got)
