@@ -22,6 +22,7 @@ from stepgraph.runtime.adapters.family import (
     bound_arguments,
     check_honoured,
     family_of_model,
+    refuse,
 )
 from stepgraph.runtime.session import CapturedStep, DeviceName, Session
 
@@ -70,6 +71,7 @@ class Wrapped(Module):
         self.schedule, self.overrides = schedule_path(str(schedule)), dict(overrides or {})
         self.ranks, self.on, self.seed, self.eager = ranks, device, seed, eager
         self.compiled = tuple(compiled)
+        self.reads = {name for name, _ in load_schedule(self.schedule).inputs}
         self.sessions: dict[tuple[tuple[str, int | str], ...], Session] = {}
         """By the lengths of their calls."""
         self.steps: dict[tuple[tuple[str, int | str], ...], CapturedStep] = {}
@@ -105,7 +107,14 @@ class Wrapped(Module):
         arguments = Arguments(given)
         lengths = self.family.lengths(self.model, arguments)
         with torch.no_grad():
-            return PreparedCall(arguments, lengths, self.family.inputs(self.model, arguments))
+            inputs = dict(self.family.inputs(self.model, arguments))
+        for name, argument in self.family.optional.items():
+            if name not in self.reads:
+                del inputs[name]
+                if given[argument] is not None:
+                    hint = f"take a schedule with an input '{name}'"
+                    raise refuse(argument, f"nothing: the schedule has no input '{name}'", "a tensor", hint)
+        return PreparedCall(arguments, lengths, inputs)
 
     def _step_for(self, lengths: Settings) -> CapturedStep:
         """The step for calls of these lengths."""

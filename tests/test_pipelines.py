@@ -1,6 +1,7 @@
 """Denoising loops of diffusers around a wrapped model: its schedulers, its pipelines."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,12 +89,13 @@ def test_no_stage_draws_random_numbers(name: str) -> None:
 # Pipelines
 
 
-def wan_pipeline(model: Module, stand_in: Module) -> Tensor:
+def wan_pipeline(model: Module, stand_in: Module, per_token: bool = False) -> Tensor:
     from diffusers import WanPipeline
 
     pipe = WanPipeline(
-        tokenizer=None, text_encoder=None, vae=None, scheduler=schedulers()["unipc"](), transformer=model
-    )
+        tokenizer=None, text_encoder=None, vae=None, scheduler=schedulers()["unipc"](), transformer=model,
+        expand_timesteps=per_token,
+    )  # fmt: skip
     return run(
         pipe, stand_in, prompt_embeds=normal(1, 9, 20), negative_prompt_embeds=normal(1, 9, 20), height=32,
         width=48, num_frames=5, guidance_scale=4.0,
@@ -158,7 +160,7 @@ def channels(name: str) -> Tiny:
 
     from diffusers import WanTransformer3DModel
 
-    if name != "wan":
+    if not name.startswith("wan"):
         return FAMILIES[name]
     sizes = {"num_attention_heads": 4, "attention_head_dim": 12, "text_dim": 20, "freq_dim": 16, "ffn_dim": 40}
     return replace(
@@ -166,7 +168,13 @@ def channels(name: str) -> Tiny:
     )
 
 
-PIPELINES = {"wan": wan_pipeline, "flux": flux_pipeline, "ltx_video": ltx_pipeline, "qwen_image": qwen_pipeline}
+PIPELINES = {
+    "wan": wan_pipeline,
+    "wan per token": partial(wan_pipeline, per_token=True),
+    "flux": flux_pipeline,
+    "ltx_video": ltx_pipeline,
+    "qwen_image": qwen_pipeline,
+}
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -22,7 +22,7 @@ Settings = Mapping[str, int | str]
 """Values of a schedule by dotted path, as ``model.heads`` or ``sizes.text_dim``."""
 BlockModules = Callable[[Any], Sequence[Module]]
 """The modules of a block's layers, of a model."""
-WITHOUT_WEIGHTS = ("concat", "guide", "keep", "sum")
+WITHOUT_WEIGHTS = ("concat", "guide", "join", "keep", "repeat", "sum")
 """Kinds whose arithmetic the schedule says in full: nothing is bound to them."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -90,6 +90,8 @@ class Family:
     """The plan's inputs for a call."""
     output: Callable[[Any, Arguments, Tensor], Tensor]
     """What forward gives, from the plan's output."""
+    optional: Mapping[str, str] = field(default_factory=dict)
+    """Inputs that a schedule may leave out, and the argument of which each is made."""
 
 
 def config_of(model: Any) -> Config:

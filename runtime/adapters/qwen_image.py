@@ -1,10 +1,11 @@
-"""Qwen-Image: diffusers' QwenImageTransformer2DModel, whose text has its full length."""
+"""Qwen-Image: diffusers' QwenImageTransformer2DModel, with or without a mask of its text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stepgraph.runtime.adapters.arithmetic import joint, rotation_table
@@ -17,6 +18,13 @@ def _embed_time(model: Any, timestep: Tensor) -> Tensor:
     like = model.img_in.weight  # of which the embedding takes the dtype
     result: Tensor = model.time_text_embed(timestep.to(like.dtype), like)
     return result
+
+
+def _attention(block: Any, *tensors: Tensor) -> Tensor:
+    """Joint attention over text, then image; behind q, k and v a mask of the text, where the schedule has one."""
+    masked = len(tensors) == 7
+    mask = torch.nn.functional.pad(tensors[6], (0, tensors[3].shape[1]), value=True) if masked else None
+    return joint(block.attn.processor, tensors[:6], None if mask is None else mask[:, None, None])
 
 
 STAGES: Mapping[str, StageFunction] = {
@@ -39,7 +47,7 @@ STAGES: Mapping[str, StageFunction] = {
         mlp=lambda block: block.txt_mlp,
         last=gated_and_clipped,
     ),
-    "dual.attention": lambda block, *tensors: joint(block.attn.processor, tensors),
+    "dual.attention": _attention,
     "step.head": lambda model, x, temb: model.proj_out(model.norm_out(x, temb)),
 }
 
@@ -72,10 +80,12 @@ def lengths(model: Any, arguments: Arguments) -> Settings:
 def inputs(model: Any, arguments: Arguments) -> Mapping[str, Tensor]:
     latents, text = arguments.tensor("hidden_states", 3), arguments.tensor("encoder_hidden_states", 3)
     angles = model.pos_embed(arguments.given["img_shapes"], max_txt_seq_len=text.shape[1], device=latents.device)
+    mask = arguments.optional("encoder_hidden_states_mask", 2)
     rope_img, rope_txt = (rotation_table(turn.real, turn.imag) for turn in angles)
     return {
         "latents": latents.contiguous(),
         "text": text.contiguous(),
+        "text_mask": torch.ones_like(text[..., 0], dtype=torch.bool) if mask is None else mask.bool().contiguous(),
         "timestep": arguments.per_sample("timestep", latents.shape[0]),
         "rope_img": rope_img,
         "rope_txt": rope_txt,
@@ -91,10 +101,11 @@ FAMILY = Family(
     ),
     schedule="qwen_image_u4",
     settings=settings,
-    takes=frozenset({"hidden_states", "encoder_hidden_states", "timestep", "img_shapes"}),
+    takes=frozenset({"hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "timestep", "img_shapes"}),
     processors=frozenset({"QwenDoubleStreamAttnProcessor2_0"}),
     refuses=refuses,
     lengths=lengths,
     inputs=inputs,
     output=lambda model, arguments, noise: noise,
+    optional={"text_mask": "encoder_hidden_states_mask"},
 )

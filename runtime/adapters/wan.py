@@ -15,9 +15,12 @@ from stepgraph.runtime.adapters.family import Arguments, Config, Family, config_
 
 
 def _modulation(block: Any, mod: Tensor, shift: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Shift, scale and gate, number ``shift`` and following of the six, each (batch, 1, hidden), in float32."""
+    """Shift, scale and gate, number ``shift`` and following of the six, in float32: each (batch, 1, hidden), or, with a
+    modulation for every token, (batch, rows, 6, hidden), each (batch, rows, hidden)."""
     six = block.scale_shift_table + mod.float()
-    return six[:, shift : shift + 1], six[:, shift + 1 : shift + 2], six[:, shift + 2 : shift + 3]
+    parts = (six[..., number, :] for number in range(shift, shift + 3))
+    first, second, third = parts if mod.dim() == 4 else (part.unsqueeze(1) for part in parts)
+    return first, second, third
 
 
 def _modulated(block: Any, norm: Any, x: Tensor, mod: Tensor, first: int) -> Tensor:
@@ -42,14 +45,18 @@ def _embed(model: Any, patches: Tensor) -> Tensor:
 
 
 def _embed_time(model: Any, timestep: Tensor) -> tuple[Tensor, Tensor]:
+    """``timestep`` is (batch), or (batch, rows)."""
     embedder = model.condition_embedder
-    wide = embedder.timesteps_proj(timestep).to(next(embedder.time_embedder.parameters()).dtype)
+    waves = embedder.timesteps_proj(timestep.flatten()).unflatten(0, timestep.shape)
+    wide = waves.to(next(embedder.time_embedder.parameters()).dtype)
     temb = embedder.time_embedder(wide).to(embedder.time_proj.weight.dtype)
     return temb, embedder.time_proj(embedder.act_fn(temb))
 
 
 def _head(model: Any, x: Tensor, temb: Tensor) -> Tensor:
-    shift, scale = (model.scale_shift_table + temb.unsqueeze(1)).chunk(2, dim=1)
+    """``temb`` is (batch, hidden), or (batch, rows, hidden)."""
+    both = model.scale_shift_table + (temb.unsqueeze(1) if temb.dim() == 2 else temb.unsqueeze(2))
+    shift, scale = both.chunk(2, dim=1) if temb.dim() == 2 else both.unbind(2)
     result: Tensor = model.proj_out((model.norm_out(x.float()) * (1 + scale) + shift).type_as(x))
     return result
 
@@ -123,10 +130,14 @@ def inputs(model: Any, arguments: Arguments) -> Mapping[str, Tensor]:
     cut = latents
     for dim, length in zip((2, 4, 6), config_of(model)["patch_size"], strict=True):
         cut = cut.unflatten(dim, (-1, length))
+    timestep = arguments.given["timestep"]
+    per_token = isinstance(timestep, Tensor) and timestep.dim() == 2
     cos, sin = (half.flatten(0, 2) for half in model.rope(latents))  # (rows, head_dim), each angle twice
     return {
         "latents": cut.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3).contiguous(),
-        "timestep": arguments.per_sample("timestep", latents.shape[0]),
+        "timestep": arguments.tensor("timestep", 2).float().contiguous()
+        if per_token
+        else arguments.per_sample("timestep", latents.shape[0]),
         "text": arguments.tensor("encoder_hidden_states", 3).contiguous(),
         "rope": rotation_table(cos[..., 0::2], sin[..., 1::2]),
     }

@@ -45,28 +45,27 @@ def fit(schedule: str, ranks: int) -> str:
     return f"{level.arena_bytes / 1e6:.0f} MB"
 
 
-def families() -> dict[str, list[str]]:
-    """The tiny models of each class, by the class's name."""
-    found: dict[str, list[str]] = {kind: [] for kind in FILES}
+def families() -> dict[tuple[str, str], list[str]]:
+    """The tiny models of each class and schedule."""
+    found: dict[tuple[str, str], list[str]] = {}
     for name, tiny in FAMILIES.items():
-        found[type(tiny.made()).__name__].append(name)
-    return found
+        found.setdefault((type(tiny.made()).__name__, tiny.schedule), []).append(name)
+    return {key: found[key] for key in sorted(found, key=lambda key: list(FILES).index(key[0]))}
 
 
-def planned(kind: str, names: list[str]) -> tuple[str, str, tuple[str, ...]]:
-    """Of a class: its schedule, its variants, and how it fits; nothing that is measured."""
-    (schedule,) = {FAMILIES[name].schedule for name in names}
+def planned(schedule: str) -> tuple[str, tuple[str, ...]]:
+    """Of a schedule: its variants, and how it fits; nothing that is measured."""
     variants = ", ".join(variant.name for variant in load_schedule(schedule_path(schedule)).variants)
-    return schedule, variants or "full", tuple(fit(schedule, ranks) for ranks in ULYSSES)
+    return variants or "full", tuple(fit(schedule, ranks) for ranks in ULYSSES)
 
 
-def row(kind: str, names: list[str]) -> Row:
+def row(kind: str, schedule: str, names: list[str]) -> Row:
     cases = [(FAMILIES[name], ranks, uneven) for name in names for ranks in (2, 4) for uneven in (False, True)]
     worst = [
         max(measured(tiny, dtype, ranks, uneven) for tiny, ranks, uneven in cases)
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    return Row(kind, *planned(kind, names), *worst)
+    return Row(kind, schedule, *planned(schedule), *worst)
 
 
 def page(rows: list[Row]) -> str:
@@ -86,4 +85,6 @@ don't, on the cpu device. 1 means as near as the model itself. `tests/support/mo
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    PAGE.write_text(page([row(kind, names) for kind, names in families().items()]), encoding="utf-8")
+    PAGE.write_text(
+        page([row(kind, schedule, names) for (kind, schedule), names in families().items()]), encoding="utf-8"
+    )

@@ -69,7 +69,7 @@ def denoised(model: Module, call: Call, steps: int) -> tuple[list[Tensor], Tenso
     scheduler.set_timesteps(steps, device=latents.device)
     seen = []
     for time in scheduler.timesteps:
-        given = {**call, "hidden_states": latents, "timestep": time.expand(latents.shape[0]) / divisor}
+        given = {**call, "hidden_states": latents, "timestep": time.expand(timestep.shape) / divisor}
         with torch.no_grad():
             (noise,) = model(**given, return_dict=False)
         seen.append(noise)
@@ -167,6 +167,14 @@ def _qwen_image_call(uneven: bool) -> Call:
     }
 
 
+def _masked_call(uneven: bool) -> Call:
+    """Of one prompt a part counts, of the other the first two tokens."""
+    call = _qwen_image_call(uneven)
+    mask = torch.ones(2, 5 if uneven else 8)
+    mask[0, 1], mask[1, 2:] = 0, 0
+    return {**call, "encoder_hidden_states_mask": mask}
+
+
 def _ltx_video() -> Module:
     from diffusers import LTXVideoTransformer3DModel
 
@@ -197,8 +205,18 @@ def _ltx_video_call(uneven: bool) -> Call:
     }
 
 
+def _per_token_call(uneven: bool) -> Call:
+    """The first frame is known: its timesteps are 0, as in image to video."""
+    call = _wan_call(uneven)
+    frames, patches = (3, 15) if uneven else (2, 16)
+    times = torch.tensor([731.0, 20.0]).unsqueeze(1).repeat(1, frames * patches)
+    times[:, :patches] = 0
+    return {**call, "timestep": times}
+
+
 FAMILIES = {
     "wan": Tiny("wan_14b_u4", _wan, _wan_call, ("blocks",)),
+    "wan per token": Tiny("wan_ti2v_5b_u4", _wan, _per_token_call, ("blocks",)),
     "flux": Tiny("flux_1024_u4", _flux, _flux_call, ("transformer_blocks", "single_transformer_blocks")),
     "flux schnell": Tiny(
         "flux_1024_u4",
@@ -208,4 +226,5 @@ FAMILIES = {
     ),
     "ltx_video": Tiny("ltx_video_u4", _ltx_video, _ltx_video_call, ("transformer_blocks",)),
     "qwen_image": Tiny("qwen_image_u4", _qwen_image, _qwen_image_call, ("transformer_blocks",)),
+    "qwen_image masked": Tiny("qwen_image_masked_u4", _qwen_image, _masked_call, ("transformer_blocks",)),
 }
