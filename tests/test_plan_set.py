@@ -232,6 +232,7 @@ def test_one_version_is_wanted() -> None:
 
 
 def test_cache_lets_the_least_recently_used_go() -> None:
+    """CASES 22."""
     cache = ReplayCache("abcd", [40, 30, 20, 200], 100)
     assert [cache.use(number) for number in (0, 1, 2, 0)] == [(True, ()), (True, ()), (True, ()), (False, ())]
     assert cache.use(3) == (True, (1, 2, 0))  # larger than the budget: alone
@@ -309,6 +310,7 @@ def test_requests_take_the_bucket_of_their_sizes(plans: PlanSet) -> None:
 def test_a_miss_tells_its_reason_and_its_cost(
     plans: PlanSet, sizes: dict[str, int], pad: list[str], reason: str
 ) -> None:
+    """CASES 23."""
     with pytest.raises(BucketMissError, match=reason):
         match(plans, sizes, pad)
 
