@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from stepgraph.planner.compile import compile_schedule
+from stepgraph.planner.buckets import match
+from stepgraph.planner.compile import compile_set
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.plan_set import PlanSet
 from stepgraph.planner.schedule import load_schedule, schedule_path
@@ -25,6 +29,8 @@ from stepgraph.runtime.adapters.family import (
     refuse,
 )
 from stepgraph.runtime.session import CapturedStep, DeviceName, Session
+
+log = logging.getLogger("stepgraph")
 
 
 def bind(
@@ -52,7 +58,9 @@ class PreparedCall:
 
 class Wrapped(Module):
     """Stands in for a model of diffusers in a pipeline: a call runs as a plan on all ranks. Everything else is the
-    model's own. A call of other lengths than before compiles a plan and opens a session for them."""
+    model's own. Where the schedule has buckets, one session serves all lengths that they have; else a call of other
+    lengths than before compiles the schedule and opens a session for them. ``variant`` says which version of the step
+    the next calls take, where the schedule has several; "" is the first."""
 
     def __init__(
         self,
@@ -64,6 +72,8 @@ class Wrapped(Module):
         seed: int = 0,
         eager: bool = False,
         compiled: Sequence[str] = (),
+        most: int = 4,
+        graph_bytes: int | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -71,10 +81,12 @@ class Wrapped(Module):
         self.schedule, self.overrides = schedule_path(str(schedule)), dict(overrides or {})
         self.ranks, self.on, self.seed, self.eager = ranks, device, seed, eager
         self.compiled = tuple(compiled)
-        self.reads = {name for name, _ in load_schedule(self.schedule).inputs}
-        self.sessions: dict[tuple[tuple[str, int | str], ...], Session] = {}
-        """By the lengths of their calls."""
-        self.steps: dict[tuple[tuple[str, int | str], ...], CapturedStep] = {}
+        self.most, self.graph_bytes, self.variant = max(1, most), graph_bytes, ""
+        schedule_file = load_schedule(self.schedule)
+        self.reads = {name for name, _ in schedule_file.inputs}
+        self.has_buckets = bool(schedule_file.buckets)
+        self.sessions: OrderedDict[tuple[tuple[str, int | str], ...], Session] = OrderedDict()
+        """By the lengths of their calls, the least recently used first; one where there are buckets."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -87,7 +99,8 @@ class Wrapped(Module):
 
         Raises:
             ArgumentError: E621 for arguments that a plan can't honour. BindingError: E620 where the module and the
-                schedule don't go together. SessionError, GroupError, ScheduleError: as ``compile`` and ``Session``.
+                schedule don't go together. BucketMissError: E615 for lengths that no bucket has. SessionError,
+                GroupError, ScheduleError: as ``compile`` and ``Session``.
         """
         from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
@@ -117,31 +130,41 @@ class Wrapped(Module):
         return PreparedCall(arguments, lengths, inputs)
 
     def _step_for(self, lengths: Settings) -> CapturedStep:
-        """The step for calls of these lengths."""
-        key = tuple(sorted(lengths.items()))
-        if key not in self.steps:
+        """The step of the variant that is set, for calls of these lengths."""
+        key = () if self.has_buckets else tuple(sorted(lengths.items()))
+        if key not in self.sessions:
             family_of_model(self.model)  # nothing was changed since the last session that the plan does not compute
-            plan = self.plan_for(lengths)
-            stages = bind(self.model, plan, compiled=self.compiled)
-            session = Session(plan, self.on, self.seed, stages, self.eager)
-            self.sessions[key], self.steps[key] = session, session.capture()
-        return self.steps[key]
+            while len(self.sessions) >= self.most:
+                self.sessions.popitem(last=False)[1].close()
+            started = time.perf_counter()
+            plans = self.plans_for(lengths)
+            stages = bind(self.model, plans, compiled=self.compiled)
+            self.sessions[key] = Session(plans, self.on, self.seed, stages, self.eager, graph_bytes=self.graph_bytes)
+            took = time.perf_counter() - started
+            log.info("%s: a session for %s, opened in %.1f s; %d held", plans.name, lengths, took, len(self.sessions))
+        self.sessions.move_to_end(key)
+        session = self.sessions[key]
+        bucket = ""
+        if self.has_buckets:
+            bucket = match(
+                session.plans, {name.removeprefix("seq."): int(size) for name, size in lengths.items()}
+            ).bucket
+        return session.capture(variant=self.variant, bucket=bucket)
 
-    def plan_for(self, lengths: Settings) -> Plan:
-        """The schedule's plan for the ranks that there are and the lengths of a call."""
+    def plans_for(self, lengths: Settings) -> PlanSet:
+        """The schedule's plans for the ranks that there are and, where it has no buckets, the lengths of a call."""
         ranks = self.ranks
         if ranks is None and self.on != "cpu" and dist.is_initialized():
             ranks = dist.get_world_size()
-        settings = {**self.overrides, **{f"shape.{name}": size for name, size in lengths.items()}}
+        settings = dict(self.overrides)
+        if not self.has_buckets:
+            settings |= {f"shape.{name}": size for name, size in lengths.items()}
         if ranks is not None:
             settings["mesh.ulysses"] = ranks
-        return compile_schedule(
-            load_schedule(self.schedule, tuple((path, str(value)) for path, value in settings.items()))
-        )
+        return compile_set(load_schedule(self.schedule, tuple((path, str(value)) for path, value in settings.items())))
 
     def close(self) -> None:
         """Close every session; a later call opens another."""
-        self.steps.clear()
         while self.sessions:
             self.sessions.popitem()[1].close()
 
@@ -155,16 +178,19 @@ def wrap(
     seed: int = 0,
     eager: bool = False,
     compiled: Sequence[str] = (),
+    most: int = 4,
+    graph_bytes: int | None = None,
 ) -> Wrapped:
     """A module that takes the model's place: ``pipe.transformer = stepgraph.wrap(pipe.transformer, "wan_14b_u4")``.
 
     ``schedule`` is a path or a shipped schedule's name, ``overrides`` sets values of it by dotted path. Lengths come
     from each call. On cpu ``ranks`` run in this process, by default as many as the schedule's mesh has; on cuda the
     process group's ranks do, and each calls the model with the same arguments. Close it before the process group.
-    ``compiled`` is as in ``bind``.
+    ``compiled`` is as in ``bind``. Sessions for at most ``most`` different lengths are kept, the least recently used is
+    closed for another; of a schedule with buckets there is one, whose captured versions take ``graph_bytes`` at most.
 
     Raises:
         BindingError: E622 for a class that stepgraph has no binding for; E620 for a module that was changed in a way
             that the schedule has no op for. ScheduleError: E100.
     """
-    return Wrapped(model, schedule, ranks, device, overrides, seed, eager, compiled)
+    return Wrapped(model, schedule, ranks, device, overrides, seed, eager, compiled, most, graph_bytes)

@@ -22,7 +22,7 @@ from stepgraph.runtime.wrap import bind
 from stepgraph.tools import cli
 
 from support.parity import ROUNDINGS, measured, own, wrapped
-from support.tiny import FAMILIES, Call
+from support.tiny import FAMILIES, Call, Tiny
 
 
 def outputs_of_every_rank(session: Session, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -67,7 +67,7 @@ def test_every_rank_and_every_layer_agree(name: str) -> None:
         hook.remove()
     sharded = wrapped(tiny, model, 4)
     prepared = sharded.prepare((), call)
-    plan = sharded.plan_for(prepared.lengths)
+    plan = sharded.plans_for(prepared.lengths).plan()
     tap = Tap(bind(model, plan))
     with Session(plan, device="cpu", stages=tap) as session:
         outputs = outputs_of_every_rank(session, dict(prepared.inputs))
@@ -107,10 +107,7 @@ def test_variants_of_a_step_are_bound_to_the_layers_that_they_run() -> None:
     """A variant that begins with the second layer is the model without its first one."""
     tiny = FAMILIES["wan"]
     model, call = tiny.made(), tiny.call(True)
-    head, step = stepgraph.compile(tiny.schedule).source.text.split("\nstep:\n")
-    step = step.replace("  - ", "      - ")
-    short = step.replace("layers: wan", "layers: [{block: wan, first: 1}]")
-    text = f"{head}\nvariants:\n  full:\n    step:\n{step}  short:\n    step:\n{short}"
+    text = two_variants(tiny)
     prepared = wrapped(tiny, model, 2).prepare((), call)
     settings = {**stepgraph.settings_of(model), **{f"shape.{name}": size for name, size in prepared.lengths.items()}}
     settings["mesh.ulysses"] = 2
@@ -123,6 +120,62 @@ def test_variants_of_a_step_are_bound_to_the_layers_that_they_run() -> None:
         model.blocks = layers
         got = family.output(model, prepared.arguments, found[name])
         torch.testing.assert_close(got, own(model, call), rtol=1e-4, atol=1e-5)
+
+
+def two_variants(tiny: Tiny) -> str:
+    """The family's schedule, with a variant that begins with the second of two layers."""
+    head, step = stepgraph.compile(tiny.schedule).source.text.split("\nstep:\n")
+    step = step.replace("  - ", "      - ")
+    short = step.replace("layers: wan", "layers: [{block: wan, first: 1}]")
+    return f"{head}\nvariants:\n  full:\n    step:\n{step}  short:\n    step:\n{short}"
+
+
+def test_a_wrapped_model_takes_variants_and_buckets(tmp_path: Path) -> None:
+    """CASES 22, 23: one session serves all lengths that the buckets have; others are a miss."""
+    tiny = FAMILIES["wan"]
+    model, call = tiny.made(), tiny.call(True)
+    shorter: Call = {**call, "encoder_hidden_states": call["encoder_hidden_states"][:, :3]}  # type: ignore[index]
+    calls = {"whole": call, "less": shorter}
+    lengths = {name: wrapped(tiny, model, 2).prepare((), given).lengths for name, given in calls.items()}
+    sizes = []
+    for name, found in lengths.items():
+        pairs = ", ".join(f"{key.removeprefix('seq.')}: {size}" for key, size in found.items())
+        sizes.append(f"  {name}: {{{pairs}}}\n")
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"{two_variants(tiny)}\nbuckets:\n{''.join(sizes)}")
+    settings = stepgraph.settings_of(model)
+    sharded = stepgraph.wrap(model, file, ranks=2, device="cpu", overrides=settings, graph_bytes=100_000)
+    blocks = model.blocks
+    for variant, layers in (("", blocks), ("short", blocks[1:]), ("full", blocks), ("short", blocks[1:])):  # type: ignore[index]
+        for given in calls.values():
+            sharded.variant = variant
+            got = sharded(**given).sample
+            model.blocks = layers
+            torch.testing.assert_close(got, own(model, given), rtol=1e-4, atol=1e-5)
+            model.blocks = blocks
+    (session,) = sharded.sessions.values()
+    assert session.report.ok
+    assert session.stats().budget == 100_000
+    assert session.stats().hits + session.stats().misses == 8
+    shortest: Call = {**call, "encoder_hidden_states": call["encoder_hidden_states"][:, :2]}  # type: ignore[index]
+    with pytest.raises(StepgraphError, match=r"E615[\s\S]*the bucket 'less' takes it"):
+        sharded(**shortest)
+
+
+def test_few_sessions_are_held() -> None:
+    """CASES 22."""
+    tiny = FAMILIES["wan"]
+    model, call = tiny.made(), tiny.call(True)
+    sharded = wrapped(tiny, model, 2, most=2)
+    texts = [call["encoder_hidden_states"][:, :rows] for rows in (1, 2, 1, 3)]  # type: ignore[index]
+    opened = []
+    for text in texts:
+        sharded(**{**call, "encoder_hidden_states": text})
+        opened.append(list(sharded.sessions.values()))
+    assert [len(held) for held in opened] == [1, 2, 2, 2]
+    assert opened[3][0] is opened[0][0]  # the second was used longest ago
+    with pytest.raises(StepgraphError, match="E604"):
+        opened[1][1].capture()
 
 
 def test_lengths_of_a_call_open_sessions_of_their_own() -> None:
