@@ -282,7 +282,13 @@ def concat(r: Rule, op: ops.Concat) -> None:
     segments = tuple(name for row in rows if row for name in row.segments)
     whole = Dim(DimKind.SEQUENCE, sum(row.size for row in rows if row), segments)
     form = tuple(whole if dim.kind is DimKind.SEQUENCE else dim for dim in forms[0])
-    return r.run(parts, op.out, form, placement)
+    memory = memory_for(op.out, form, placement, r.e.schedule)
+    dtypes = {r.e.memories[r.value(part).memory].dtype for part in parts}
+    if len(dtypes) == 1:  # tables keep theirs
+        memory = replace(memory, dtype=dtypes.pop())
+    joined_value = r.e.value(Value(r.site.context.defines(op.out), r.e.memory(memory), form, placement))
+    r.node(Action.RUN, [(part.role, part.value) for part in parts], [joined_value])
+    return r.define(op.out, joined_value)
 
 
 def split(r: Rule, op: ops.Split) -> None:

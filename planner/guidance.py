@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stepgraph.planner import ops
+from stepgraph.planner.document import InputSpec
 from stepgraph.planner.naming import Context
 from stepgraph.planner.opgraph import BRANCHES, Action, Node
 from stepgraph.planner.rules import Operand, Rule
-from stepgraph.planner.schedule import ChunksItem, EachItem, InputSpec, Item, OpItem
+from stepgraph.planner.schedule import ChunksItem, EachItem, Item, OpItem
 from stepgraph.planner.source import TreePath
 from stepgraph.planner.values import DimKind, Form, show
 

@@ -334,4 +334,29 @@ CODES: dict[str, Entry] = {
         "The process of a rank ended before it had a result.",
         "Its own output, above, tells why; a rank that ran out of memory is often killed without a word.",
     ),
+    "E620": Entry(
+        "a binding that does not fit",
+        "The schedule and the module that its ops are bound to differ: layers, sizes or dtype, an op without a stage, "
+        "a stage without an op; or the module was changed (a cache, another attention processor, context parallelism) "
+        "in a way that no op computes. All mismatches are told at once, before anything is captured.",
+        "`stepgraph init --from CLASS` writes a schedule with the sizes of a class; `settings_of(model)` gives those "
+        "of a module as overrides.",
+    ),
+    "E621": Entry(
+        "an argument that a wrapped model can't honour",
+        "A call of a wrapped model has an argument that no op of its schedule reads, such as a LoRA scale or residuals "
+        "of a ControlNet, or one of a form that the plan does not take. Nothing is ignored silently.",
+        "Leave it out, or call the model itself.",
+    ),
+    "E622": Entry(
+        "a class without a binding",
+        "Some classes of diffusers are bound by stepgraph; for another the author says what each op computes.",
+        "docs/bindings.md shows how to write a binding.",
+    ),
+    "E623": Entry(
+        "a compiled stage that changes numbers",
+        "A stage that went through torch.compile was held against itself on random numbers before it is used, and "
+        "differs by more than roundings.",
+        "Take the op out of `compiled`.",
+    ),
 }

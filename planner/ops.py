@@ -22,8 +22,8 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 """A tensor's name; a suffix after a dot tells streams of tokens apart (x.img, x.txt)."""
 Size = Annotated[int, Field(ge=1, le=2**40)]
 Dim = Size | Name
-"""A number, or the name of a size: batch, seq or a named length, hidden, heads, kv_heads, head_dim, ffn, or another one
-of `shape`."""
+"""A number, or the name of a size: batch, seq or a named length, hidden, heads, kv_heads, head_dim, ffn, another one of
+`shape`, or one of `sizes`."""
 
 
 def _names(value: object) -> object:
@@ -249,9 +249,11 @@ CLOSES = Shorthand("closes", {"const": "all"})
 
 class LayerRun(Model):
     block: Name = Field(description="A name under `blocks`.")
-    repeat: Size = Field(1, description="How many layers of it.")
-    first: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Which layer of the model the first one is; by default the one after those before it."
+    repeat: Size | Name = Field(1, description="How many layers of it: a number, or a name under `sizes`.")
+    first: Annotated[int, Field(ge=0)] | Name | None = Field(
+        None,
+        description="Which layer of the model the first one is, a number or a name under `sizes`; by default the one "
+        "after those before it.",
     )
 
 

@@ -291,8 +291,9 @@ def check_sizes(e: Expander) -> None:
             f"cfg: {schedule.cfg}, and an axis cfg of {branches}",
         )
     taken = ["batch", "hidden", "heads", "kv_heads", "head_dim", "ffn"]
-    named = [("shape", "seq", name) for name, _ in schedule.segments]
-    for path in [*named, *(("shape", name) for name, _ in schedule.more_sizes)]:
+    named: list[tuple[str, ...]] = [("shape", "seq", name) for name, _ in schedule.segments]
+    named += [("shape", name) for name, _ in schedule.more_sizes]
+    for path in [*named, *(("sizes", name) for name, _ in schedule.own_sizes)]:
         name = path[-1]
         if not re.match(ops.NAME_PATTERN, name):
             e.error("E211", path, f"'{name}' is no name", "letters, digits and _", f"'{name}'", key=True)

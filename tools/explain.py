@@ -51,17 +51,17 @@ class Topic:
 
 def topics() -> dict[str, Topic]:
     """Everything that can be explained, by its name in lower case."""
-    from stepgraph.planner import ops, schedule
+    from stepgraph.planner import document, ops
     from stepgraph.planner.manual import CODES
 
     found = {code.lower(): Topic(code, entry.title, entry.text, entry.cure) for code, entry in CODES.items()}
     sections: dict[str, type[BaseModel]] = {
-        "schedule": schedule.Document,
-        "model": schedule.ModelSizes,
-        "shape": schedule.ShapeSizes,
-        "inputs": schedule.InputSpec,
-        "state": schedule.StateSpec,
-        "defaults": schedule.Defaults,
+        "schedule": document.Document,
+        "model": document.ModelSizes,
+        "shape": document.ShapeSizes,
+        "inputs": document.InputSpec,
+        "state": document.StateSpec,
+        "defaults": document.Defaults,
     }
     for name, model in sections.items():
         found[name] = Topic(name, (model.__doc__ or "").strip(), fields=_fields(model))

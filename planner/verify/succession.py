@@ -7,8 +7,8 @@ every flag word reset in time. This is decided by few words, short runs of one r
 - A plan that orders all pairs of ranks puts everything before it before everything behind it. A plan that doesn't is
   transparent, so that what is before it may still run beside what is behind it: words go through such plans, once
   each, where no shorter word is allowed that says more.
-- A plan is closed if all its accesses come before the next replay of every rank, whichever plan that is of. If no other
-  plan uses its flag words, it needs no word with what follows it.
+- A plan is closed if all its accesses to targets come before the next replay of every rank, whichever plan that is of.
+  If no other plan uses its flag words, it needs no word with what follows it: other memory is of one rank.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from stepgraph.planner.diagnostics import Diagnostic
-from stepgraph.planner.plan import Collective, Drop, Load, Plan, Run, Send, Store
+from stepgraph.planner.plan import Collective, Plan
 from stepgraph.planner.verify.counterexample import Unordered
 from stepgraph.planner.verify.findings import first_of_each
 from stepgraph.planner.verify.order import Order, order_of
 from stepgraph.planner.verify.proof import Proof, collector_paused, examine
-from stepgraph.planner.verify.races import races
+from stepgraph.planner.verify.races import accesses, races
 from stepgraph.planner.verify.words import Uses, is_epoch, uses_of, words_of_many
 
 Follows = Mapping[str, tuple[str, ...]]
@@ -57,16 +57,16 @@ class _Reach:
     orders_all: bool
     """Every rank has entered the plan, and so has left the one before."""
     closed: bool
-    """And every access of every rank is done."""
+    """And every access of every rank to a target is done."""
 
 
 def _reach(order: Order) -> _Reach:
     plan, ranks = order.plans[0], range(order.plans[0].world_size)
     last = [0] * (len(ranks) * order.width)
-    """By chain: the position at which its last access is done."""
+    """By chain: the position at which its last access to a target is done."""
     for rank, program in enumerate(plan.ranks):
         for number, item in enumerate(program.instructions):
-            if isinstance(item, Load | Store | Run | Send | Collective | Drop):
+            if any(buffer < len(plan.targets) for (_, buffer, _), _ in accesses(plan, rank, item)):
                 chain = rank * order.width + item.stream
                 last[chain] = max(last[chain], order.started[rank][number] + isinstance(item, Collective))
     clocks = [order.clocks[order.entered[rank][1]] for rank in ranks]

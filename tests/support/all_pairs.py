@@ -27,7 +27,7 @@ from stepgraph.planner.plan import (
 )
 
 Node = tuple[int, int, int, str]
-"""(rank, replay, number, start or end)."""
+"""(rank, replay, number, start or end); number -1 is the rank's entry into the replay."""
 
 
 def happens(plans: Sequence[Plan]) -> nx.DiGraph:
@@ -35,18 +35,16 @@ def happens(plans: Sequence[Plan]) -> nx.DiGraph:
     what."""
     graph = nx.DiGraph()
     for rank in range(plans[0].world_size):
-        ended: list[Node] = []
         for replay, plan in enumerate(plans):
             last: dict[int, int] = {}
+            graph.add_edge((rank, replay, -1, "start"), (rank, replay + 1, -1, "start"))
             for number, item in enumerate(plan.ranks[rank].instructions):
                 graph.add_edge((rank, replay, number, "start"), (rank, replay, number, "end"))
                 if item.stream in last:
                     graph.add_edge((rank, replay, last[item.stream], "end"), (rank, replay, number, "start"))
                 last[item.stream] = number
-                for node in ended:
-                    graph.add_edge(node, (rank, replay, number, "start"))
-            here = [(rank, replay, number, "end") for number in range(len(plan.ranks[rank].instructions))]
-            ended = here or ended  # a replay of nothing takes no time
+                graph.add_edge((rank, replay, -1, "start"), (rank, replay, number, "start"))
+                graph.add_edge((rank, replay, number, "end"), (rank, replay + 1, -1, "start"))
     for replay, plan in enumerate(plans):
         told: dict[object, list[Node]] = defaultdict(list)
         for rank, program in enumerate(plan.ranks):

@@ -63,6 +63,8 @@ class Draft:
     exchanges: list[Exchange] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     """The first flag slot of each exchange; a slot a writer."""
+    first_slot: int = 0
+    """Below are the flag slots of other plans."""
     one_word: set[int] = field(default_factory=set)
     """Exchanges whose writers all use the first slot."""
     targets: list[tuple[str, int]] = field(default_factory=list)
@@ -87,7 +89,7 @@ class Draft:
         kind = ExchangeKind.COLLECTIVE if protocol is None else ExchangeKind.HANDSHAKE
         closed = self.op("barrier", name) if op < 0 else op
         self.exchanges.append(Exchange(kind, group, name, closed, protocol))
-        self.slots.append(len(self.slots) * len(self.rows))
+        self.slots.append(self.first_slot + len(self.slots) * len(self.rows))
         return len(self.exchanges) - 1
 
     def move(self, name: str, target: int, protocol: Protocol | None = Protocol.MEMOP) -> Moving:
@@ -130,7 +132,7 @@ class Draft:
             states=(),
             arena_bytes=max((t.offset + t.nbytes for t in targets), default=0),
             arena_lower_bound=0,
-            flag_slots=len(self.exchanges) * len(self.rows),
+            flag_slots=max(self.slots, default=0) + len(self.rows),
             dependencies=0,
             ranks=tuple(rank.program() for rank in self.ranks),
         )
