@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import Collective, Drop, Instruction, Load, Plan, RankProgram, Run, Send, Store
@@ -36,11 +36,12 @@ def _reads(item: Instruction) -> tuple[int, ...]:
     return ()
 
 
-def drops(plan: Plan) -> Iterator[Diagnostic]:
+def drops(plan: Plan, ranks: Iterable[int]) -> Iterator[Diagnostic]:
     """E304 for a tensor that is used after its drop, in the order of issue; and for a drop of what is not there, or on
     another stream than its own: the bytes go to the next allocation on the stream on which they were allocated,
     whatever the drop has waited for. A tensor without elements may be gone too early like any other."""
-    for rank, program in enumerate(plan.ranks):
+    for rank in ranks:
+        program = plan.ranks[rank]
         owner: dict[int, int] = {}
         """The stream of each buffer that is there."""
         gone: set[int] = set()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Iterator
+from itertools import combinations, pairwise
 
 from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import (
@@ -22,9 +22,10 @@ from stepgraph.planner.verify.findings import name, place
 from stepgraph.planner.verify.order import Order, Step
 
 
-def events(plan: Plan) -> Iterator[Diagnostic]:
+def events(plan: Plan, ranks: Iterable[int]) -> Iterator[Diagnostic]:
     """Every event is recorded once, and waited for after that; every stream enters the capture that way."""
-    for rank, program in enumerate(plan.ranks):
+    for rank in ranks:
+        program = plan.ranks[rank]
         recorded: dict[int, int] = {}
         entered = {0}
         told: set[int] = set()
@@ -63,10 +64,11 @@ def events(plan: Plan) -> Iterator[Diagnostic]:
                 recorded[item.event] = item.stream
 
 
-def joins(order: Order) -> Iterator[Diagnostic]:
+def joins(order: Order, ranks: Iterable[int]) -> Iterator[Diagnostic]:
     """Everything is done before the origin's last instruction, where a capture ends."""
     plan = order.plans[0]
-    for rank, program in enumerate(plan.ranks):
+    for rank in ranks:
+        program = plan.ranks[rank]
         last = {item.stream: number for number, item in enumerate(program.instructions)}
         if not last:
             continue
@@ -116,7 +118,7 @@ def spans(plan: Plan) -> Iterator[Diagnostic]:
                 )
 
 
-def exchange_order(order: Order) -> Iterator[Diagnostic | Unordered]:
+def exchange_order(order: Order, ranks: Collection[int]) -> Iterator[Diagnostic | Unordered]:
     """All exchanges of a rank are ordered one after another, and alike on all ranks: then they stay free of deadlock
     when hardware queues run a rank's streams one after another."""
     plan = order.plans[0]
@@ -128,7 +130,7 @@ def exchange_order(order: Order) -> Iterator[Diagnostic | Unordered]:
                 parts.setdefault(item.exchange, []).append(number)
         sequence = list(parts)
         sequences.append(sequence)
-        for one, two in pairwise(sequence):
+        for one, two in pairwise(sequence) if rank in ranks else ():
             first = Step(rank, 0, parts[two][0])
             for number in parts[one]:
                 if not order.before(Step(rank, 0, number), first):
@@ -142,10 +144,10 @@ def exchange_order(order: Order) -> Iterator[Diagnostic | Unordered]:
                     )
                     yield Unordered(found, Step(rank, 0, number), first)
                     break
-    for rank, sequence in enumerate(sequences):
-        for other in range(rank + 1, len(sequences)):
-            common = set(sequence) & set(sequences[other])
-            mine, theirs = ([e for e in s if e in common] for s in (sequence, sequences[other]))
+    for rank, other in combinations(range(len(sequences)), 2):
+        if rank in ranks or other in ranks:
+            common = set(sequences[rank]) & set(sequences[other])
+            mine, theirs = ([e for e in sequences[r] if e in common] for r in (rank, other))
             if mine != theirs:
                 at = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
                 yield Diagnostic(

@@ -7,7 +7,7 @@ the next.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from stepgraph.planner.verify.drops import drops
 from stepgraph.planner.verify.findings import first_of_each, name, place
 from stepgraph.planner.verify.order import Order, order_of
 from stepgraph.planner.verify.races import races
+from stepgraph.planner.verify.symmetry import reduction_of
 from stepgraph.planner.verify.words import words
 
 REPLAYS = 2
@@ -47,6 +48,8 @@ class Proof:
     """To the findings where an order is missing; none where flags do not match (E404), which any run shows."""
     assumptions: tuple[str, ...]
     """Of the hardware and the caller; the proof holds where they do."""
+    ranks: tuple[int, ...]
+    """Whose memory and flags were looked at, against all ranks. The others are like one of them."""
     replays: int
     nodes: int
     accesses: int
@@ -87,12 +90,13 @@ def prove(plan: Plan) -> Proof:
 
 def examine(plan: Plan) -> tuple[Proof, Order]:
     """The proof, and the order that it has found."""
-    order = order_of([plan] * REPLAYS)
+    order, reduction = order_of([plan] * REPLAYS), reduction_of(plan)
+    ranks = sorted(reduction.ranks)
     found: list[Diagnostic | Unordered] = [
-        *exchanges.events(plan),
+        *exchanges.events(plan, ranks),
         *exchanges.spans(plan),
         *coverage(plan),
-        *drops(plan),
+        *drops(plan, ranks),
     ]
     if order.stuck:
         heads = "; ".join(name(plan, step) for step in order.stuck)
@@ -106,20 +110,21 @@ def examine(plan: Plan) -> tuple[Proof, Order]:
                 "what they wait for is missing, or comes after them",
             )
         )
-        return _proof(plan, order, found, 0), order
-    found += [*exchanges.joins(order), *words(order), *exchanges.exchange_order(order)]
-    raced, compared = races(order)
-    return _proof(plan, order, [*found, *raced], compared), order
+        return _proof(order, ranks, found, 0), order
+    found += [*exchanges.joins(order, ranks), *words(order, ranks), *exchanges.exchange_order(order, ranks)]
+    raced, compared = races(order, reduction)
+    return _proof(order, ranks, [*found, *raced], compared), order
 
 
-def _proof(plan: Plan, order: Order, found: list[Diagnostic | Unordered], compared: int) -> Proof:
+def _proof(order: Order, ranks: Sequence[int], found: list[Diagnostic | Unordered], compared: int) -> Proof:
     kept = first_of_each(found)
     # A word that is not written, awaited and reset in turn holds up other orders than those of the plan.
     missing = [one for one in kept if isinstance(one, Unordered)] if all(one.code != "E404" for one in kept) else []
     return Proof(
         findings=tuple(one.diagnostic if isinstance(one, Unordered) else one for one in kept),
         counterexamples=tuple(counterexample(order, one) for one in missing),
-        assumptions=assumptions(plan),
+        assumptions=assumptions(order.plans[0]),
+        ranks=tuple(ranks),
         replays=REPLAYS,
         nodes=len(order.sequence),
         accesses=compared,

@@ -17,6 +17,7 @@ from stepgraph.planner.verify.cells import Cells, Place, cells_of
 from stepgraph.planner.verify.counterexample import Unordered
 from stepgraph.planner.verify.findings import MAX_FINDINGS, name_in, op_of, place
 from stepgraph.planner.verify.order import Order, Step
+from stepgraph.planner.verify.symmetry import Reduction
 
 
 def accesses(plan: Plan, rank: int, item: Instruction) -> list[tuple[Place, bool]]:
@@ -56,7 +57,7 @@ class _Access:
 
 
 class _Walk:
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, reduction: Reduction | None) -> None:
         self.order = order
         plans = list({id(plan): plan for plan in order.plans}.values())
         self.which = [next(number for number, one in enumerate(plans) if one is plan) for plan in order.plans]
@@ -65,6 +66,10 @@ class _Walk:
             [[accesses(plan, rank, item) for item in p.instructions] for rank, p in enumerate(plan.ranks)]
             for plan in plans
         ]
+        if reduction is not None:
+            found = [
+                [[[a for a in item if reduction.asks(*a[0][:2])] for item in rank] for rank in plan] for plan in found
+            ]
         asked = [dict.fromkeys(where for rank in plan for item in rank for where, _ in item) for plan in found]
         self.states = [{state.buffer: state.name for state in plan.states} for plan in plans]
         """Of each different plan."""
@@ -230,8 +235,8 @@ def _words(region: Region) -> str:
     return f"rows {region.row}:{region.row + region.rows}, columns {region.col}:{region.col + region.cols}"
 
 
-def races(order: Order) -> tuple[list[Diagnostic | Unordered], int]:
-    """The races, a few of each memory, and how many accesses were looked at."""
-    walk = _Walk(order)
+def races(order: Order, reduction: Reduction | None = None) -> tuple[list[Diagnostic | Unordered], int]:
+    """The races, a few of each memory, and how many accesses were looked at: what ``reduction`` asks for, or all."""
+    walk = _Walk(order, reduction)
     walk.run()
     return walk.found, walk.total
