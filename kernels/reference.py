@@ -49,11 +49,29 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v; each head of k and v serves as many heads of q as there are."""
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v; each head of k and v serves as many heads of q as there are. ``mask``, (batch,
+    keys) of bool, is true where a key is attended to; where it is nowhere true, the result is 0."""
     group = q.shape[2] // k.shape[2]
-    keys, values = (t.transpose(1, 2).repeat_interleave(group, 1) for t in (k, v))
-    return functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values).transpose(1, 2)
+    queries, keys, values = q.transpose(1, 2), *(t.transpose(1, 2).repeat_interleave(group, 1) for t in (k, v))
+    if mask is None:
+        return functional.scaled_dot_product_attention(queries, keys, values).transpose(1, 2)
+    some = mask.any(-1).reshape(-1, 1, 1, 1)
+    # Kernels differ in what they make of a row without keys: such a row attends to all, and is thrown away.
+    attended = functional.scaled_dot_product_attention(queries, keys, values, mask[:, None, None] | ~some)
+    return torch.where(some, attended, 0).transpose(1, 2)
+
+
+def joined_mask(pattern: str, masks: Sequence[Tensor]) -> Tensor:
+    """The mask of all keys, (batch, keys) of bool, from those of their parts: ``pattern`` tells in the keys' order
+    either `mask`, for the next of ``masks``, or how many keys without a mask follow. 0 is false, all else is true."""
+    given = iter(masks)
+    batch = masks[0].shape[0]
+    parts = [
+        next(given) != 0 if part == "mask" else torch.ones((batch, int(part)), dtype=torch.bool, device=masks[0].device)
+        for part in pattern.split()
+    ]
+    return torch.cat(parts, dim=1)
 
 
 def guide(cond: Tensor, uncond: Tensor, scale: Tensor) -> Tensor:

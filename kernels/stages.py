@@ -139,11 +139,12 @@ def _rotate(site: _Site) -> Stage:
 
 
 def _attention(site: _Site) -> Stage:
-    roles = [site.with_role(role) for role in "qkv"]
+    roles, masks = [site.with_role(role) for role in "qkv"], site.with_role("mask")
 
     def stage(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         q, k, v = (torch.cat([tensors[index] for index in indices], dim=1) for indices in roles)
-        return [reference.attention(q, k, v)]
+        given = [tensors[index] for index in masks]
+        return [reference.attention(q, k, v, reference.joined_mask(site.options["masked"], given) if given else None)]
 
     return stage
 
@@ -203,7 +204,27 @@ def _keep(site: _Site) -> Stage:
 
 
 def _guide(site: _Site) -> Stage:
-    return lambda tensors: [reference.guide(tensors[0], tensors[1], tensors[2])]
+    stacked = bool(site.with_role("both"))
+
+    def stage(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        cond, uncond = tensors[0].chunk(2) if stacked else tensors[:2]
+        return [reference.guide(cond, uncond, tensors[-1])]
+
+    return stage
+
+
+def _repeat(site: _Site) -> Stage:
+    return lambda tensors: [torch.cat([tensors[0], tensors[0]])]
+
+
+def _join(site: _Site) -> Stage:
+    counts = [[int(count) for count in chunk.split(",")] for chunk in site.options["heads"].split()]
+
+    def stage(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        by_chunk = [tensor.split(chunk, dim=2) for tensor, chunk in zip(tensors, counts, strict=True)]
+        return [torch.cat([part for place in zip(*by_chunk, strict=True) for part in place], dim=2)]
+
+    return stage
 
 
 def _sum(site: _Site) -> Stage:
@@ -225,5 +246,7 @@ _MAKERS: dict[str, Callable[[_Site], Stage]] = {
     "concat": _concat,
     "keep": _keep,
     "guide": _guide,
+    "repeat": _repeat,
+    "join": _join,
     "sum": _sum,
 }

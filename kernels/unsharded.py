@@ -8,7 +8,7 @@ with the sharded run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from stepgraph.kernels.weights import MadeUpWeights
 from stepgraph.planner import ops
 from stepgraph.planner.naming import base_name
 from stepgraph.planner.ops import Dims
-from stepgraph.planner.schedule import EachItem, Item, LayersItem, OpItem, Schedule
+from stepgraph.planner.schedule import ChunksItem, EachItem, Item, LayersItem, OpItem, Schedule
 
 Observe = Callable[[str, int | None, int, Mapping[str, Tensor]], None]
 """Is told an op's name, its layer, the branch of guidance, and the tensors that names mean there."""
@@ -38,7 +38,7 @@ class Unsharded:
     ) -> None:
         self.schedule, self.dtype = schedule, dtype
         self.weights = MadeUpWeights(seed, device or torch.device("cpu"))
-        self.states: list[dict[str, Tensor]] = [{} for _ in range(schedule.axis("cfg"))]
+        self.states: list[dict[str, Tensor]] = [{} for _ in range(2 if schedule.cfg else 1)]
         """Of each branch of guidance: what the last step has left in each state, by name and, if it has one, layer.
         Models of several versions of a step may have it in common."""
         self.names: dict[tuple[str | int, ...], str] = {}
@@ -48,7 +48,7 @@ class Unsharded:
     def _name(self, block: str, items: Iterable[Item], taken: dict[str, int]) -> None:
         """Op names as the language defines them: unnamed repeats of a kind are numbered in the file's order."""
         for item in items:
-            if isinstance(item, EachItem):
+            if isinstance(item, EachItem | ChunksItem):
                 self._name(block, item.items, taken)
             elif isinstance(item, OpItem):
                 base = name = base_name(item)
@@ -64,7 +64,7 @@ class Unsharded:
         stacked = {name for name, spec in self.schedule.inputs if spec.placement == "cfg"}
         branches = [
             {name: (tensor[branch] if name in stacked else tensor).to(self.dtype) for name, tensor in inputs.items()}
-            for branch in range(self.schedule.axis("cfg"))
+            for branch in range(2 if self.schedule.cfg else 1)
         ]
         walk = _Walk(self, branches, observe)
         walk.recall("step", "")
@@ -81,6 +81,8 @@ class Lead:
     """Whether there is a batch; a rope table has none."""
     rows: bool
     """Whether there is a dimension that counts rows; a timestep has none."""
+    segments: tuple[str, ...] = ()
+    """The sequences that the rows are of."""
 
 
 class _Walk:
@@ -89,8 +91,6 @@ class _Walk:
     def __init__(self, model: Unsharded, branches: list[dict[str, Tensor]], observe: Observe | None) -> None:
         self.model, self.branches, self.schedule, self.observe = model, branches, model.schedule, observe
         self.layer = 0
-        self.lengths: dict[str, tuple[int, ...]] = {}
-        """Of concatenated tensors: the lengths of their segments."""
         self.leads = {name: self.lead(spec.shape) for name, spec in self.schedule.inputs}
 
     def lead(self, dims: Dims) -> Lead:
@@ -98,7 +98,7 @@ class _Walk:
         rest = dims[1:] if batch else dims
         segments = dict(self.schedule.segments)
         rows = bool(rest) and (rest[0] in segments or (len(rest) > 1 and rest[0] not in ("heads", "kv_heads")))
-        return Lead(batch, rows)
+        return Lead(batch, rows, tuple(str(dim) for dim in rest[:1] if dim in segments))
 
     def kept(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor as a name holds it: a state may have a dtype of its own, where the model works in the file's."""
@@ -132,6 +132,8 @@ class _Walk:
             if isinstance(item, EachItem):
                 for each in item.suffixes:
                     self.items(item.items, layer, each)
+            elif isinstance(item, ChunksItem):
+                self.items(item.items, layer, suffix)
             elif isinstance(item, LayersItem):
                 for block, repeat, first in item.runs:
                     self.layer = self.layer if first is None else first
@@ -172,15 +174,9 @@ class _Op:
         return [self.read(name) for name in self.op.in_]
 
     def write(self, name: str, tensor: Tensor, lead: Lead | None = None) -> None:
-        """Give a name a tensor; what is as long as the op's first operand keeps its segments. ``lead`` is by default
-        that of the op's first operand."""
+        """Give a name a tensor. ``lead`` is by default that of the op's first operand."""
         full = f"{name}.{self.suffix}" if self.suffix and "." not in name else name
         assert not isinstance(self.op, ops.Barrier)
-        segments = self.walk.lengths.get(self.full(self.op.in_[0]))
-        if segments and tensor.dim() > 1 and tensor.shape[1] == sum(segments):
-            self.walk.lengths[full] = segments
-        else:
-            self.walk.lengths.pop(full, None)
         self.walk.leads[full] = lead or self.walk.leads[self.full(self.op.in_[0])]
         self.tensors[full] = self.walk.kept(full, tensor)
 
@@ -227,16 +223,40 @@ def _rotate(o: _Op) -> None:
 
 def _attention(o: _Op) -> None:
     assert isinstance(o.op, ops.Attention)
-    if not o.op.concat:
-        q, k, v = o.read_all()
-        keys = o.walk.schedule.sizes[o.op.keys] if isinstance(o.op.keys, str) else o.op.keys
-        o.write(o.op.out, reference.attention(q, k[:, :keys], v[:, :keys]))
-        return
-    parts = [[o.read(f"{name}.{suffix}") for suffix in o.op.concat] for name in o.op.in_]
+    names = [[f"{name}.{suffix}" for suffix in o.op.concat] if o.op.concat else [name] for name in o.op.in_]
+    parts = [[o.read(name) for name in part] for part in names]
+    keys = o.walk.schedule.sizes[o.op.keys] if isinstance(o.op.keys, str) else o.op.keys
     q, k, v = (torch.cat(part, dim=1) for part in parts)
-    outs = reference.attention(q, k, v).split([part.shape[1] for part in parts[0]], dim=1)
-    for suffix, out in zip(o.op.concat, outs, strict=True):
-        o.write(f"{o.op.out}.{suffix}", out, Lead(batch=True, rows=True))
+    k, v = k[:, :keys], v[:, :keys]
+    result = reference.attention(q, k, v, _key_mask(o, names[1], keys))
+    if not o.op.concat:
+        o.write(o.op.out, result)
+        return
+    for name, suffix, out in zip(
+        names[0], o.op.concat, result.split([part.shape[1] for part in parts[0]], dim=1), strict=True
+    ):
+        o.write(f"{o.op.out}.{suffix}", out, o.walk.leads[o.full(name)])
+
+
+def _key_mask(o: _Op, names: list[str], keys: int | None) -> Tensor | None:
+    """The mask of an attention's keys: that of each of their sequences, true where a sequence has none; of the first
+    ``keys`` rows, where those alone are attended to, their own."""
+    assert isinstance(o.op, ops.Attention)
+    if not o.op.mask:
+        return None
+    if keys is not None:
+        return o.read(o.op.mask[0]) != 0
+    masks: dict[str, Tensor] = {}
+    for name in o.op.mask:
+        lead, mask = o.walk.leads[o.full(name)], o.read(name) != 0
+        lengths = [o.walk.schedule.sizes[segment] for segment in lead.segments] or [mask.shape[1]]
+        masks |= dict(zip(lead.segments or ("",), mask.split(lengths, dim=1), strict=True))
+    parts = []
+    for name in names:
+        for segment in o.walk.leads[o.full(name)].segments or ("",):
+            length = o.walk.schedule.sizes[segment] if segment else o.read(name).shape[1]
+            parts.append(masks.get(segment, o.read(name).new_ones((o.read(name).shape[0], length)) != 0))
+    return torch.cat(parts, dim=1)
 
 
 def _linear(o: _Op) -> None:
@@ -310,17 +330,19 @@ def _keep(o: _Op) -> None:
 def _concat(o: _Op) -> None:
     assert isinstance(o.op, ops.Concat)
     parts = o.read_all()
-    rows = 1 if o.walk.leads[o.full(o.op.in_[0])].batch else 0
-    o.write(o.op.out, torch.cat(parts, dim=rows))
-    o.walk.lengths[o.op.out] = tuple(part.shape[rows] for part in parts)
+    leads = [o.walk.leads[o.full(name)] for name in o.op.in_]
+    rows = 1 if leads[0].batch else 0
+    joined = replace(leads[0], segments=tuple(segment for lead in leads for segment in lead.segments))
+    o.write(o.op.out, torch.cat(parts, dim=rows), joined)
 
 
 def _split(o: _Op) -> None:
     assert isinstance(o.op, ops.Split)
     (x,) = o.read_all()
-    parts = x.split(list(o.walk.lengths[o.full(o.op.in_[0])]), dim=1)
-    for out, part in zip(o.op.out, parts, strict=True):
-        o.write(out, part)
+    lead = o.walk.leads[o.full(o.op.in_[0])]
+    parts = x.split([o.walk.schedule.sizes[segment] for segment in lead.segments], dim=1 if lead.batch else 0)
+    for out, part, segment in zip(o.op.out, parts, lead.segments, strict=True):
+        o.write(out, part, replace(lead, segments=(segment,)))
 
 
 def _guide(o: _Op) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,16 +15,10 @@ from stepgraph.planner.dump import dump_level
 from stepgraph.planner.expand import expand
 from stepgraph.planner.lower import lower
 from stepgraph.planner.memory import MemoryPlan, allocate, verify_memory
-from stepgraph.planner.opgraph import verify_opgraph
+from stepgraph.planner.opgraph import OpGraph, verify_opgraph
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.plan_check import check_plan
-from stepgraph.planner.plan_set import (
-    BucketSizes,
-    PlanSet,
-    VariantRule,
-    share_memory,
-    state_uses,
-)
+from stepgraph.planner.plan_set import BucketSizes, PlanSet, VariantRule, share_memory
 from stepgraph.planner.schedule import Schedule, version_name
 from stepgraph.planner.streams import order, verify_streams
 
@@ -73,6 +67,7 @@ def check_schedules(schedule: Schedule) -> list[MemoryPlan]:
     """
     levels = _of_versions(schedule, check_schedule)
     _all_read(schedule, {name for level in levels for name, _ in level.streams.graph.schedule.inputs})
+    _check_states(schedule, [level.streams.graph for level in levels])
     return levels
 
 
@@ -97,6 +92,22 @@ def _all_read(schedule: Schedule, read: set[str]) -> None:
         place, hint = schedule.tree.key_place(("inputs", unread[0])), "take it out of `inputs`"
         problem = f"the input '{unread[0]}' is never read"
         raise ScheduleError([Diagnostic("E202", problem, place, "a variant that reads it", "none", hint)])
+
+
+def _check_states(schedule: Schedule, versions: Sequence[OpGraph]) -> None:
+    """A state is read by some version and written by some."""
+    used: dict[str, set[str]] = {"read": set(), "written": set()}
+    for graph in versions:
+        for node in graph.nodes:
+            for what, values in (("read", [value for _, value in node.inputs]), ("written", node.outputs)):
+                touched = (graph.memories[graph.values[value].memory] for value in values)
+                used[what] |= {memory.name for memory in touched if memory.state}
+    for name in schedule.state:
+        for what, names in used.items():
+            if name not in names:
+                place, problem = schedule.tree.key_place(("state", name)), f"the state '{name}' is never {what}"
+                hint = "take it out of `state`" if what == "read" else "it is zero for ever"
+                raise ScheduleError([Diagnostic("E202", problem, place, "", "", hint)])
 
 
 def compile_schedule(schedule: Schedule) -> Plan:
@@ -142,7 +153,7 @@ def compile_set(schedule: Schedule, progress: Callable[[str], None] = lambda _: 
 
     plans = _of_versions(schedule, compiled)
     _all_read(schedule, {entry.name for plan in plans for entry in plan.inputs})
-    _check_states(schedule, plans)
+    _check_states(schedule, [expand(version) for version in schedule.versions()])
     return PlanSet(
         schedule.name,
         tuple(VariantRule(variant.name, variant.after) for variant in schedule.variants),
@@ -154,18 +165,3 @@ def compile_set(schedule: Schedule, progress: Callable[[str], None] = lambda _: 
 def _bucket_sizes(schedule: Schedule) -> Iterator[BucketSizes]:
     for version in schedule.versions()[: len(schedule.buckets)]:
         yield BucketSizes(version.bucket, (("batch", version.batch), *version.segments, *version.more_sizes))
-
-
-def _check_states(schedule: Schedule, plans: list[Plan]) -> None:
-    """A state is read by some version and written by some.
-
-    Raises:
-        ScheduleError: E202.
-    """
-    uses = [state_uses(plan) for plan in plans]
-    for name in schedule.state:
-        for number, what in enumerate(("read", "written")):
-            if not any(name in used[number] for used in uses):
-                place, problem = schedule.tree.key_place(("state", name)), f"the state '{name}' is never {what}"
-                hint = "take it out of `state`" if what == "read" else "it is zero for ever"
-                raise ScheduleError([Diagnostic("E202", problem, place, "", "", hint)])

@@ -122,107 +122,6 @@ def rotate(r: Rule, op: ops.NormRope | ops.Rope) -> None:
         r.e.bind(r.e.resolve(name, r.site.context), output, r.site.path)
 
 
-def attention(r: Rule, op: ops.Attention) -> None:
-    outs = [f"{op.out}.{suffix}" for suffix in op.concat] if op.concat else [op.out]
-    if not r.count(3, 3, "q, k and v"):
-        return r.give_up(outs)
-    operands: list[Operand] = []
-    for index, (role, name) in enumerate(zip("qkv", op.in_, strict=True)):
-        for part in [f"{name}.{suffix}" for suffix in op.concat] if op.concat else [name]:
-            value = r.e.read(part, r.operand_path("in", index), r.site.context)
-            if value is not None:
-                operands.append(Operand(role, value, r.operand_path("in", index)))
-    parts = len(op.concat) if op.concat else 1
-    if len(operands) != 3 * parts:
-        return r.give_up(outs)
-    queries = operands[:parts]
-    for operand in operands:
-        if heads_dim(r.value(operand).form) is None or row_dim(r.value(operand).form) is None:
-            r.e.error(
-                "E204",
-                operand.path,
-                "attention takes heads",
-                "(batch, seq, heads, head_dim)",
-                r.value(operand).describe(),
-            )
-            return r.give_up(outs)
-    by_sequence = any(r.value(q).placement is Placement.SEQUENCE for q in queries)
-    if by_sequence:
-        for operand in operands[parts:]:
-            if r.value(operand).placement is not Placement.REPLICATED:
-                r.e.error(
-                    "E203",
-                    operand.path,
-                    "attention over a part of the rows",
-                    f"q {Placement.HEAD} like k and v, or k and v replicated",
-                    f"{r.value(queries[0]).describe()}; {r.value(operand).describe()}",
-                    "send q, k and v before the attention, and close them with a barrier",
-                )
-                return r.give_up(outs)
-        joined = r.join(queries, Placement.SEQUENCE)
-        narrowed = [*joined[1], *operands[parts:]] if joined else []
-    else:
-        joined = r.join(operands)
-        narrowed = joined[1] if joined else []
-    if not joined:
-        return r.give_up(outs)
-    for k, v in zip(narrowed[parts : 2 * parts], narrowed[2 * parts :], strict=True):
-        if not same_form(r.value(k).form, r.value(v).form):
-            r.e.error("E204", v.path, "k and v differ in shape", r.value(k).describe(), r.value(v).describe())
-            return r.give_up(outs)
-    if op.keys is not None:
-        first_rows = [_first_rows(r, op.keys, operand, op.concat is None) for operand in narrowed[parts:]]
-        known = [operand for operand in first_rows if operand is not None]
-        if len(known) < len(first_rows):
-            return r.give_up(outs)
-        narrowed = [*narrowed[:parts], *known]
-    kv_heads, q_heads = heads_dim(r.value(narrowed[parts]).form), heads_dim(r.value(narrowed[0]).form)
-    assert kv_heads is not None
-    assert q_heads is not None
-    if q_heads.size % kv_heads.size:
-        r.e.error(
-            "E204",
-            narrowed[parts].path,
-            "q heads are no multiple of k's",
-            r.value(narrowed[0]).describe(),
-            r.value(narrowed[parts]).describe(),
-        )
-        return r.give_up(outs)
-    return _attend(r, op, joined[0], narrowed, outs)
-
-
-def _first_rows(r: Rule, keys: int | str, operand: Operand, alone: bool) -> Operand | None:
-    """The first rows of k or v; None after telling that there are none, or not so many."""
-    path, value = (*r.site.path, "keys"), r.value(operand)
-    count, row = r.e.named_size(keys, path), row_dim(value.form)
-    if count is None:
-        return None
-    if not alone or row is None or len(row.segments) > 1 or not 0 < count <= row.size:
-        r.e.error("E204", path, "keys counts rows of one k and one v", f"1 or more of {value.describe()}", str(count))
-        return None
-    form = tuple(Dim(DimKind.PLAIN, count) if dim is row else dim for dim in value.form)
-    return replace(operand, value=r.e.value(replace(value, form=form)))
-
-
-def _attend(r: Rule, op: ops.Attention, placement: Placement, operands: list[Operand], outs: list[str]) -> None:
-    """One result with the rows of all q segments; each segment's output is a view of it."""
-    queries = [r.value(operand) for operand in operands[: len(outs)]]
-    if len(queries) == 1:
-        return r.run(operands, outs[0], queries[0].form, placement)
-    rows = [row_dim(query.form) for query in queries]
-    segments = tuple(name for row in rows if row for name in row.segments)
-    whole = Dim(DimKind.SEQUENCE, sum(row.size for row in rows if row), segments)
-    memory = r.e.memory(replace(memory_for(op.out, queries[0].form, placement, r.e.schedule), rows=whole))
-    outputs, first = [], 0
-    for out, query, row in zip(outs, queries, rows, strict=True):
-        outputs.append(r.e.value(Value(out, memory, query.form, placement, False, 0, first)))
-        first += len(row.segments) if row else 0
-    r.node(Action.RUN, [(o.role, o.value) for o in operands], outputs)
-    for out, output in zip(outs, outputs, strict=True):
-        r.define(out, output)
-    return None
-
-
 def linear(r: Rule, op: ops.Linear) -> None:
     widths: dict[str, str] = {op.out: "hidden"} if isinstance(op.out, str) else dict(op.out)
     operands = r.read("in", op.in_)
@@ -346,6 +245,16 @@ def call(r: Rule, op: ops.Call) -> None:
                 "all_gather the operand first",
             )
             return r.give_up(op.out)
+    if any(r.e.guidance.mixes([r.value(operand).form for operand in inputs], form) for form in forms):
+        r.e.error(
+            "E216",
+            r.site.path,
+            "a tensor without a batch is made from both branches",
+            "an output with a batch",
+            ", ".join(map(show, forms)),
+            "give it a batch, or take `cfg: sequential`",
+        )
+        return r.give_up(op.out)
     made = [r.result(out, form, placement) for out, form in zip(op.out, forms, strict=True)]
     outputs = [output for output in made if output is not None]
     if len(outputs) < len(made):
@@ -373,7 +282,13 @@ def concat(r: Rule, op: ops.Concat) -> None:
     segments = tuple(name for row in rows if row for name in row.segments)
     whole = Dim(DimKind.SEQUENCE, sum(row.size for row in rows if row), segments)
     form = tuple(whole if dim.kind is DimKind.SEQUENCE else dim for dim in forms[0])
-    return r.run(parts, op.out, form, placement)
+    memory = memory_for(op.out, form, placement, r.e.schedule)
+    dtypes = {r.e.memories[r.value(part).memory].dtype for part in parts}
+    if len(dtypes) == 1:  # tables keep theirs
+        memory = replace(memory, dtype=dtypes.pop())
+    joined_value = r.e.value(Value(r.site.context.defines(op.out), r.e.memory(memory), form, placement))
+    r.node(Action.RUN, [(part.role, part.value) for part in parts], [joined_value])
+    return r.define(op.out, joined_value)
 
 
 def split(r: Rule, op: ops.Split) -> None:

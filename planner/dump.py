@@ -15,7 +15,7 @@ def _nodes(graph: OpGraph, notes: list[str]) -> Iterator[str]:
         layer = "" if node.layer is None else f"[{node.layer}]"
         inputs = ", ".join(f"{role}={graph.values[value].describe()}" for role, value in node.inputs)
         outputs = ", ".join(graph.values[value].describe() for value in node.outputs)
-        what = f"{node.stream:10} {node.action.name.lower():10} {node.name}{layer}"
+        what = f"{node.stream:10} {node.action.name.lower():10} {node.name}{layer} {node.part}".rstrip()
         yield f"{index:5} {what} <- {inputs} -> {outputs}{note}"
 
 

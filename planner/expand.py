@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from stepgraph.planner import compute_rules, exchange_rules, state_rules
+from stepgraph.planner import attention_rules, compute_rules, exchange_rules, state_rules
+from stepgraph.planner.chunking import Chunks
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError, nearest
+from stepgraph.planner.guidance import Guidance
 from stepgraph.planner.naming import Context, Namer, Site
 from stepgraph.planner.opgraph import Action, Node, OpGraph
 from stepgraph.planner.ops import Barrier, Dims, Handshake, Send
 from stepgraph.planner.rules import Rule, check_sizes, memory_for
-from stepgraph.planner.schedule import EachItem, Item, LayersItem, OpItem, Schedule
+from stepgraph.planner.schedule import ChunksItem, EachItem, Item, LayersItem, OpItem, Schedule
+from stepgraph.planner.shares import Chunk
 from stepgraph.planner.source import TreePath
 from stepgraph.planner.state_rules import States
 from stepgraph.planner.values import Dim, DimKind, Form, Memory, Placement, Space, Value
@@ -24,7 +27,7 @@ RULES: dict[str, Callable[[Rule, Any], None]] = {
     "mlp": compute_rules.mlp,
     "norm_rope": compute_rules.rotate,
     "rope": compute_rules.rotate,
-    "attention": compute_rules.attention,
+    "attention": attention_rules.attention,
     "linear": compute_rules.linear,
     "call": compute_rules.call,
     "concat": compute_rules.concat,
@@ -61,6 +64,10 @@ class Expander:
         self.in_layers = False
         self.states = States(self)
         self.namer = Namer(self)
+        self.guidance = Guidance(self)
+        self.chunks: Chunks | None = None
+        self.cut: set[str] = set()
+        """Names that mean something in chunks only."""
 
     # Diagnostics
 
@@ -94,6 +101,20 @@ class Expander:
     def read(self, name: str, path: TreePath, context: Context) -> int | None:
         """The value that a name has, or None after telling why it has none."""
         full = self.resolve(name, context)
+        if full in self.guidance.apart:
+            self.guidance.refuse(name, path)
+            self.guidance.apart.discard(full)
+            self.names[full] = None
+        if self.chunk is None and full in self.cut:
+            self.error(
+                "E217",
+                path,
+                f"'{name}' is in chunks",
+                "the attention of the chunks, or their gathers",
+                "an op that is done whole",
+                "read it before it is sent, or what has been gathered",
+            )
+            return None
         if full in self.schedule.state:
             full = self.states.reading(full, path)
         if full not in self.names:
@@ -104,9 +125,16 @@ class Expander:
             )
             self.names[full] = None
         value = self.names[full]
-        if value is not None:
-            self.mark_read(value)
-        return value
+        if value is None:
+            return None
+        self.mark_read(value)
+        return self.guidance.seen(full, value)
+
+    @property
+    def chunk(self) -> Chunk | None:
+        """The chunk of the heads that is being expanded."""
+        chunks = self.chunks
+        return None if chunks is None or chunks.number is None else (chunks.number, chunks.count)
 
     def mark_read(self, value: int) -> None:
         if value in self.origin:
@@ -129,6 +157,9 @@ class Expander:
                     "or name the result otherwise",
                 )
         self.names[full] = value
+        self.guidance.apart.discard(full)
+        if self.chunk is None:
+            self.cut.discard(full)
         if value is not None and path is not None:
             self.origin[value] = (path, full)
 
@@ -171,7 +202,7 @@ class Expander:
             if isinstance(dim, int):
                 form.append(Dim(DimKind.PLAIN, dim))
             elif dim == "batch" and index == 0:
-                form.append(Dim(DimKind.BATCH, sizes[dim]))
+                form.append(Dim(DimKind.BATCH, sizes[dim] * self.guidance.stacked))
             elif dim in segments and index == (1 if dims[0] == "batch" else 0):
                 form.append(Dim(DimKind.SEQUENCE, segments[dim], segments=(dim,)))
             elif dim in ("heads", "kv_heads"):
@@ -205,7 +236,7 @@ class Expander:
         check_sizes(self)
         top = Context("step", None)
         self.inputs(top)
-        self.items(self.schedule.step, top)
+        self.guidance.walk(top)
         self.unclosed()
         self.outputs(top)
         self.unread()
@@ -233,20 +264,23 @@ class Expander:
                 self.names[name] = None
                 continue
             placement = Placement.SEQUENCE if spec.placement == "sequence" else Placement.REPLICATED
-            memory = replace(
-                memory_for(name, form, placement, self.schedule),
-                space=Space.INPUT,
-                dtype=spec.dtype or self.schedule.model.dtype,
-            )
-            value = self.value(Value(name, self.memory(memory), form, placement, False, 0))
-            self.bind(name, value, path)
-            self.nodes.append(Node(Action.LOAD, "load", name, None, path, self.schedule.streams[0], (), (value,)))
+            for part in self.guidance.loads(name, spec, form):
+                memory = replace(
+                    memory_for(name, part.form, placement, self.schedule),
+                    space=Space.INPUT,
+                    dtype=spec.dtype or self.schedule.model.dtype,
+                )
+                value = self.value(Value(name, self.memory(memory), part.form, placement, False, 0))
+                self.bind(name, value, path)
+                self.guidance.load(name, spec, part.branch, value)
+                stream = self.schedule.streams[0]
+                self.nodes.append(Node(Action.LOAD, "load", name, None, path, stream, (), (value,), branch=part.branch))
 
     def outputs(self, top: Context) -> None:
         for index, name in enumerate(self.schedule.outputs):
             path = self.schedule.outputs_path
             path = (*path, index) if isinstance(self.tree.value(path), list) else path
-            if name not in self.names and name not in self.schedule.state:
+            if name not in self.names and name not in self.guidance.apart and name not in self.schedule.state:
                 self.error(
                     "E212",
                     path,
@@ -321,6 +355,8 @@ class Expander:
                     self.items(item.items, replace(context, suffix=suffix))
             elif isinstance(item, LayersItem):
                 self.layers(item, context)
+            elif isinstance(item, ChunksItem):
+                Chunks(self, item, context).expand()
             else:
                 self.op(item, context)
 
@@ -400,6 +436,8 @@ class Expander:
                 axis="ulysses",
                 closes=tuple(node for node, _, _ in sends),
                 protocol=protocol or self.schedule.handshake,
+                branch=self.guidance.part,
+                chunk=self.chunk,
             )
         )
         for (_, full, sent_at), target in zip(sends, targets, strict=True):

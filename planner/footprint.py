@@ -1,4 +1,4 @@
-"""What a captured step takes of a GPU's memory beside the arena, as far as the plan tells."""
+"""What a captured step takes of a GPU's memory beside the arena and states, as far as the plan tells."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 
 from stepgraph.planner.memory import MemoryPlan
-from stepgraph.planner.opgraph import IN_PLACE, Action, Node
+from stepgraph.planner.opgraph import BRANCHES, IN_PLACE, Action, Node
 from stepgraph.planner.plan import (
     Axis,
     Buffer,
@@ -51,6 +51,12 @@ from stepgraph.planner.values import (
 )
 
 
+def _part(node: Node) -> tuple[tuple[str, str], ...]:
+    """The options that tell which of several nodes of one op in one layer a node is."""
+    branch = (("branch", node.branch),) if node.branch else ()
+    return (*branch, ("chunk", f"{node.chunk[0]}/{node.chunk[1]}")) if node.chunk else branch
+
+
 class _Tables:
     """What all ranks share: ops, exchanges, groups, events."""
 
@@ -80,6 +86,7 @@ class _Tables:
             handshake = node.action is Action.HANDSHAKE
             self.exchange_of[index, group] = len(self.exchanges)
             name = node.name if node.layer is None else f"{node.name}[{node.layer}]"
+            name = f"{name} {node.part}" if node.part else name
             self.exchanges.append(
                 Exchange(
                     ExchangeKind.HANDSHAKE if handshake else ExchangeKind.COLLECTIVE,
@@ -109,7 +116,7 @@ class _Tables:
                 tree.place(node.path).line,
                 tuple(Operand(role, values[value].name) for role, value in node.inputs),
                 tuple(values[value].name for value in node.outputs),
-                node.options,
+                (*node.options, *_part(node)),
             )
             for node in self.graph.nodes
         )
@@ -149,8 +156,12 @@ class _Rank:
             self.buffer_of[found.memory] = self._buffer(found.memory, memory.name, stream)
         return self._intern(found, self.region(value), self.view_ids)
 
+    def _whose(self, value: Value) -> int:
+        """The rank whose rows of what is whole a value has: of those with another place than this rank's."""
+        return self.rank if value.place is None else self.shares.group(self.rank, "ulysses")[value.place]
+
     def _intern(self, value: Value, region: Region, known: dict[View, int]) -> int:
-        shape = view_shape(value, self.graph.memories[value.memory], self.shares, self.rank)
+        shape = view_shape(value, self.graph.memories[value.memory], self.shares, self._whose(value))
         view = View(self.buffer_of[value.memory], region, shape)
         if view not in known:
             known[view] = len(self.views)
@@ -166,7 +177,7 @@ class _Rank:
 
     def region(self, value: int) -> Region:
         found = self.graph.values[value]
-        return region_of(found, self.graph.memories[found.memory], self.shares, self.rank)
+        return region_of(found, self.graph.memories[found.memory], self.shares, self._whose(found))
 
     def block(self, node: Node, source: int, target: int, sender: int, receiver: int) -> tuple[Region, Region]:
         """What ``sender`` gives ``receiver``: a region of the source's buffer on the one, and of the target's on the
@@ -177,17 +188,19 @@ class _Rank:
         final = region_of(taken, memories[taken.memory], shares, receiver)
         there, here = shares.coordinate(receiver, node.axis), shares.coordinate(sender, node.axis)
         if node.kind == "send":
-            heads = next(dim for dim in given.form if dim.heads)
+            heads = next(dim for dim in taken.form if dim.heads)
             per_head = prod(local_shape(features(given.form)[1:], Placement.REPLICATED, shares, sender))
-            first, count = shares.heads[heads.heads][there]
+            first, count = shares.head_range(heads.heads, there, heads.chunk)
             cut = Region(whole.row, whole.rows, whole.col + first * per_head, count * per_head)
             first_row = int(dict(node.options).get("at", 0)) + self._rows_before(given, here)
             return cut, Region(first_row, whole.rows, final.col, final.cols)
         if node.kind == "gather":
             first_row = self._rows_before(taken, there)
             heads = next(dim for dim in given.form if dim.heads)
-            per_head = final.cols // (heads.size // (shares.schedule.axis("tensor") if heads.split else 1))
-            first, _ = shares.heads[heads.heads][here]
+            per_head = prod(local_shape(features(given.form)[1:], Placement.REPLICATED, shares, sender))
+            first, _ = shares.head_range(heads.heads, here, heads.chunk)
+            if any(dim.chunk for dim in taken.form):  # the chunk alone, place by place
+                first = sum(shares.chunk_counts(heads.heads, heads.chunk)[:here])
             cut = Region(whole.row + first_row, final.rows, whole.col, whole.cols)
             return cut, Region(0, final.rows, first * per_head, whole.cols)
         if node.kind == "all_gather":
@@ -247,7 +260,8 @@ class _Rank:
             first_row = self._rows_before(value, self.shares.coordinate(self.rank, "ulysses"))
         batch = 0
         if spec.placement == "cfg":
-            batch = self.shares.coordinate(self.rank, "cfg") * self.graph.memories[value.memory].batch
+            branch = BRANCHES.index(node.branch) if node.branch else self.shares.coordinate(self.rank, "cfg")
+            batch = branch * self.graph.memories[value.memory].batch
         number = [name for name, _ in self.graph.schedule.inputs].index(node.name)
         return Load(stream, number, batch, Region(first_row, region.rows, region.col, region.cols), view)
 
@@ -306,16 +320,21 @@ def lower(memory: MemoryPlan) -> Plan:
     tables = _Tables(memory)
     schedule, shares = tables.graph.schedule, memory.shares
     ranks = tuple(_Rank(tables, rank).program() for rank in range(shares.world_size))
-    inputs = []
+    inputs: dict[str, Input] = {}
     for node in tables.graph.nodes:
         if node.action is Action.LOAD:
             value = tables.graph.values[node.outputs[0]]
             found, spec = tables.graph.memories[value.memory], dict(schedule.inputs)[node.name]
             shape = local_shape(value.form, Placement.REPLICATED, shares, 0)
             rows = 1 if found.rows is None else found.rows.size
-            branches = 2 if spec.placement == "cfg" else 1
-            box = (found.batch * branches, rows, prod(local_shape(found.pieces[0], Placement.REPLICATED, shares, 0)))
-            inputs.append(Input(node.name, (2, *shape) if branches == 2 else shape, found.dtype, box))
+            batch = found.batch
+            if spec.placement == "cfg":
+                if schedule.cfg == "batch":
+                    shape = (2, batch // 2, *shape[1:])
+                else:
+                    shape, batch = (2, *shape), batch * 2
+            box = (batch, rows, prod(local_shape(found.pieces[0], Placement.REPLICATED, shares, 0)))
+            inputs[node.name] = Input(node.name, shape, found.dtype, box)
     outputs = []
     for node in tables.graph.nodes:
         if node.action is Action.STORE:
@@ -332,7 +351,7 @@ def lower(memory: MemoryPlan) -> Plan:
         transport=schedule.transport,
         groups=tuple(tables.groups),
         streams=schedule.streams,
-        inputs=tuple(inputs),
+        inputs=tuple(inputs.values()),
         outputs=tuple(outputs),
         ops=tables.ops(),
         exchanges=tuple(tables.exchanges),

@@ -151,6 +151,19 @@ CODES: dict[str, Entry] = {
         "The schedule has variants or buckets: each is a plan of its own.",
         "Choose one with --variant and --bucket, or compile all of them to a plan set.",
     ),
+    "E216": Entry(
+        "branches of guidance that don't go together",
+        "With `cfg`, all ops up to the step's last guide are done for both branches: on ranks of their own (parallel), "
+        "in one batch (batch) or one after the other (sequential). They see inputs and what they make themselves; what "
+        "comes behind the guide sees inputs that both branches share, and what guides have made.",
+        "End the branches with `guide: {in: noise, scale: guidance, out: noise}`, and make behind it what is left.",
+    ),
+    "E217": Entry(
+        "chunks that don't fit",
+        "`chunks` cuts one run of ops by heads: sends, the barrier behind them, the attention, its gathers. Every rank "
+        "needs a head of q in every chunk. What is cut is read by the attention and the gathers alone.",
+        "Take fewer chunks, or move other readers before the sends or behind the gathers.",
+    ),
     "E301": Entry(
         "race on a target",
         "Two ranks touch the same bytes of a target, one of them writing, and nothing orders them within a replay. A "
@@ -320,5 +333,30 @@ CODES: dict[str, Entry] = {
         "a rank that died",
         "The process of a rank ended before it had a result.",
         "Its own output, above, tells why; a rank that ran out of memory is often killed without a word.",
+    ),
+    "E620": Entry(
+        "a binding that does not fit",
+        "The schedule and the module that its ops are bound to differ: layers, sizes or dtype, an op without a stage, "
+        "a stage without an op; or the module was changed (a cache, another attention processor, context parallelism) "
+        "in a way that no op computes. All mismatches are told at once, before anything is captured.",
+        "`stepgraph init --from CLASS` writes a schedule with the sizes of a class; `settings_of(model)` gives those "
+        "of a module as overrides.",
+    ),
+    "E621": Entry(
+        "an argument that a wrapped model can't honour",
+        "A call of a wrapped model has an argument that no op of its schedule reads, such as a LoRA scale or residuals "
+        "of a ControlNet, or one of a form that the plan does not take. Nothing is ignored silently.",
+        "Leave it out, or call the model itself.",
+    ),
+    "E622": Entry(
+        "a class without a binding",
+        "Some classes of diffusers are bound by stepgraph; for another the author says what each op computes.",
+        "docs/bindings.md shows how to write a binding.",
+    ),
+    "E623": Entry(
+        "a compiled stage that changes numbers",
+        "A stage that went through torch.compile was held against itself on random numbers before it is used, and "
+        "differs by more than roundings.",
+        "Take the op out of `compiled`.",
     ),
 }

@@ -11,9 +11,12 @@ from enum import Enum, auto
 
 from stepgraph.planner.ops import Handshake
 from stepgraph.planner.schedule import Schedule
+from stepgraph.planner.shares import Chunk
 from stepgraph.planner.source import TreePath
 from stepgraph.planner.values import Memory, Value
 
+BRANCHES = ("cond", "uncond")
+"""The branches of guidance, in the order in which a sequential step does them."""
 IN_PLACE = frozenset({"norm_rope", "rope"})
 """The kinds whose results lie where their operands do."""
 
@@ -53,6 +56,16 @@ class Node:
     closes: tuple[int, ...] = ()
     """Of a handshake: the nodes whose sends it closes."""
     protocol: Handshake | None = None
+    branch: str = ""
+    """The branch of guidance, in a sequential step."""
+    chunk: Chunk | None = None
+    """Which chunk of the heads."""
+
+    @property
+    def part(self) -> str:
+        """Which of several nodes of one op in one layer, for people."""
+        chunk = f"chunk {self.chunk[0]}" if self.chunk else ""
+        return " ".join(word for word in (self.branch, chunk) if word)
 
 
 @dataclass(frozen=True, slots=True)

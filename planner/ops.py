@@ -22,8 +22,8 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 """A tensor's name; a suffix after a dot tells streams of tokens apart (x.img, x.txt)."""
 Size = Annotated[int, Field(ge=1, le=2**40)]
 Dim = Size | Name
-"""A number, or the name of a size: batch, seq or a named length, hidden, heads, kv_heads, head_dim, ffn, or another one
-of `shape`."""
+"""A number, or the name of a size: batch, seq or a named length, hidden, heads, kv_heads, head_dim, ffn, another one of
+`shape`, or one of `sizes`."""
 
 
 def _names(value: object) -> object:
@@ -131,6 +131,11 @@ class Attention(OneOutput):
     concat: Names | None = Field(
         None, description="Suffixes whose q, k and v are joined along the sequence, in this order."
     )
+    mask: Names | None = Field(
+        None,
+        description="One mask for each sequence of keys that has one, (batch, keys), replicated: true, or not 0, where "
+        "a key is attended to. A query that may attend to no key gives 0.",
+    )
     keys: Size | Name | None = Field(
         None, description="Attend to so many rows of k and v, the first ones: a number, or the name of a size."
     )
@@ -213,10 +218,10 @@ class Keep(OpFields):
 
 class Guide(OneOutput):
     summary: ClassVar[str] = (
-        "Classifier-free guidance: uncond + scale * (cond - uncond). Takes in: [cond, uncond], or, where the mesh "
-        "has an axis cfg, this rank's branch alone."
+        "Classifier-free guidance: uncond + scale * (cond - uncond). Takes in: [cond, uncond], or, where the schedule "
+        "has `cfg`, the branch alone."
     )
-    scale: Name = Field(description="Tensor of shape (batch).")
+    scale: Name = Field(description="Tensor of shape (batch); with `cfg`, an input.")
     via: Via = Field("copy", description="How the branches are exchanged over the mesh's cfg axis.")
     buffers: BufferCount = Field("auto", description="How many targets alternate.")
     handshake: Handshake | None = Field(None, description="memop, copy or kernel.")
@@ -244,10 +249,16 @@ CLOSES = Shorthand("closes", {"const": "all"})
 
 class LayerRun(Model):
     block: Name = Field(description="A name under `blocks`.")
-    repeat: Size = Field(1, description="How many layers of it.")
-    first: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Which layer of the model the first one is; by default the one after those before it."
+    repeat: Size | Name = Field(1, description="How many layers of it: a number, or a name under `sizes`.")
+    first: Annotated[int, Field(ge=0)] | Name | None = Field(
+        None,
+        description="Which layer of the model the first one is, a number or a name under `sizes`; by default the one "
+        "after those before it.",
     )
+
+
+class ChunkSpec(Model):
+    heads: Annotated[int, Field(ge=1, le=64)] = Field(description="Into how many chunks each rank's heads are cut.")
 
 
 def _layer_runs(value: object) -> object:
@@ -255,7 +266,7 @@ def _layer_runs(value: object) -> object:
 
 
 class Entry(Model):
-    """One item of a block or step: a map of one key, the kind; or `each` with `do`."""
+    """One item of a block or step: a map of one key, the kind; or `each` or `chunks` with `do`."""
 
     norm: Annotated[Norm, OPERANDS] | None = None
     modulate: Annotated[Modulate, OPERANDS] | None = None
@@ -282,8 +293,13 @@ class Entry(Model):
     each: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] | None = Field(
         None, description="Suffixes: `do` is repeated for each; in it `x` means `x.suffix` if there is one."
     )
+    chunks: ChunkSpec | None = Field(
+        None,
+        description="{heads: N}: in `do`, from the sends to the gathers of an attention, each rank's heads are cut "
+        "into N chunks: chunk i + 1 is sent while chunk i is attended to and chunk i - 1 is gathered.",
+    )
     do: Annotated[tuple[Entry, ...], BeforeValidator(as_tuple)] | None = Field(
-        None, description="The ops that are repeated for each suffix."
+        None, description="The ops that are repeated for each suffix, or cut into chunks."
     )
 
 

@@ -35,11 +35,13 @@ class DType(StrEnum):
     FLOAT16 = "float16"
     FLOAT32 = "float32"
     FLOAT64 = "float64"
+    BOOL = "bool"
+    """Of inputs that are masks; a model computes in another."""
 
     @property
     def itemsize(self) -> int:
         """Bytes an element."""
-        return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[self.value]
+        return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "bool": 1}[self.value]
 
 
 class Protocol(StrEnum):
@@ -78,7 +80,7 @@ class Buffer:
     rows: int
     cols: int
     stream: int
-    """The stream on which a local buffer is allocated; 0 for targets."""
+    """The stream on which a local buffer is allocated; 0 for targets and states."""
 
     @property
     def nbytes(self) -> int:
@@ -156,7 +158,21 @@ class Op:
     inputs: tuple[Operand, ...]
     outputs: tuple[str, ...]
     options: tuple[tuple[str, str], ...]
-    """The kind's own fields that a stage needs, as ("over", "head")."""
+    """The kind's own fields that a stage needs, as ("over", "head"). `branch` and `chunk` tell several ops of one name
+    and layer apart: the branch of guidance, and which chunk of the heads of how many, as ("chunk", "0/2")."""
+
+    @property
+    def part(self) -> str:
+        """Which of several ops of one name and layer, for people: as `cond chunk 0`."""
+        options = dict(self.options)
+        chunk = f"chunk {options['chunk'].partition('/')[0]}" if "chunk" in options else ""
+        return " ".join(word for word in (options.get("branch", ""), chunk) if word)
+
+    @property
+    def label(self) -> str:
+        """Name, layer and part, as people are told of an op."""
+        layer = "" if self.layer is None else f"[{self.layer}]"
+        return f"{self.name}{layer} {self.part}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,11 @@ from pydantic import ConfigDict, TypeAdapter
 from stepgraph.planner.diagnostics import Diagnostic, PlanError, nearest
 from stepgraph.planner.plan import (
     ALIGNMENT,
-    Collective,
     Flag,
     Instruction,
     Plan,
     Reset,
-    Run,
-    Send,
     Signal,
-    State,
-    Store,
     Wait,
 )
 from stepgraph.planner.plan import loads as load_one
@@ -182,48 +177,6 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def differing_state(plans: Sequence[Plan]) -> tuple[str, Plan, Plan] | None:
-    """A state that two plans don't have alike on every rank, and the two; None where all do."""
-    seen: dict[str, tuple[Plan, object]] = {}
-    for plan in plans:
-        for state in plan.states:
-            boxes = [program.buffers[state.buffer] for program in plan.ranks]
-            sent_into = state.buffer < len(plan.targets)
-            kind = (sent_into, [(box.dtype, box.batch, box.rows, box.cols) for box in boxes])
-            other, known = seen.setdefault(state.name, (plan, kind))
-            if known != kind:
-                return state.name, other, plan
-    return None
-
-
-def declared(state: State) -> str:
-    """The name under which a schedule has a state, without its layer and bucket."""
-    return state.name.partition("@")[0].partition("[")[0]
-
-
-def state_uses(plan: Plan) -> tuple[frozenset[str], frozenset[str]]:
-    """The names of the states that a plan reads, and of those that it writes."""
-    names = {state.buffer: declared(state) for state in plan.states}
-    read: set[int] = set()
-    written: set[int] = set()
-    for program in plan.ranks:
-        views = program.views
-        for item in program.instructions:
-            match item:
-                case Run():
-                    read |= {views[number].buffer for number in item.inputs}
-                    written |= {views[number].buffer for number in item.outputs}
-                case Send():
-                    read.add(views[item.source].buffer)
-                    written.add(item.target)
-                case Store():
-                    read.add(views[item.view].buffer)
-                case Collective():
-                    read |= {views[part.view].buffer for part in item.outgoing}
-    used_names = [frozenset(names[number] for number in used & set(names)) for used in (read, written)]
-    return used_names[0], used_names[1]
-
-
 def _shifted(item: Instruction, base: int) -> Instruction:
     if base and isinstance(item, Signal | Wait | Reset):
         return replace(item, flags=tuple(Flag(flag.peer, flag.slot + base) for flag in item.flags))
@@ -273,15 +226,14 @@ def _check(plans: PlanSet) -> str:
         for what in shared:
             if getattr(plan, what) != getattr(first, what):
                 return f"{version(plan)} and {version(first)} differ in {what}"
-    if differing_state(plans.plans) is not None:
-        return "two plans have a state of one name in two shapes"
-    places: dict[str, int] = {}
+    states: dict[str, object] = {}
     for plan in plans.plans:
         for state in plan.states:
-            if state.buffer < len(plan.targets):
-                offset = plan.targets[state.buffer].offset
-                if places.setdefault(state.name, offset) != offset:
-                    return f"state {state.name} lies at two places"
+            boxes = [program.buffers[state.buffer] for program in plan.ranks]
+            offset = plan.targets[state.buffer].offset if state.buffer < len(plan.targets) else None
+            found = (offset, [(box.dtype, box.batch, box.rows, box.cols) for box in boxes])
+            if states.setdefault(state.name, found) != found:
+                return f"state {state.name} has two shapes or places"
     if any(name not in names for rule in plans.variants for name in rule.after):
         return "a variant follows one that is not there"
     return ""

@@ -12,6 +12,7 @@ from stepgraph.planner import ops
 from stepgraph.planner.naming import Site
 from stepgraph.planner.opgraph import Action, Node
 from stepgraph.planner.schedule import Schedule
+from stepgraph.planner.shares import Chunk
 from stepgraph.planner.values import (
     Dim,
     DimKind,
@@ -37,8 +38,10 @@ class Operand:
 
 
 def same_form(left: Form, right: Form) -> bool:
-    key = [(dim.size, dim.segments, dim.split) for dim in left]
-    return key == [(dim.size, dim.segments, dim.split) for dim in right]
+    def key(form: Form) -> list[object]:
+        return [(dim.size, dim.segments, dim.split, dim.by_place, dim.chunk) for dim in form]
+
+    return key(left) == key(right)
 
 
 def width_of(form: Form) -> int:
@@ -147,15 +150,19 @@ class Rule:
             return operand
         return replace(operand, value=self.e.value(replace(value, placement=placement)))
 
+    def in_chunk(self, operand: Operand, chunk: Chunk) -> Operand:
+        """The heads of a chunk, of the rank's own heads of what is whole here; others as they are."""
+        value = self.value(operand)
+        if self.e.memories[value.memory].placement is not Placement.REPLICATED or value.placement is not Placement.HEAD:
+            return operand
+        form = tuple(replace(dim, chunk=chunk) if dim.kind is DimKind.HEADS else dim for dim in value.form)
+        return replace(operand, value=self.e.value(replace(value, form=form)))
+
     def fits(self, operand: Operand, form: Form, what: str) -> bool:
         """Whether an operand has the features of ``form`` and its rows, one row, or none: it is broadcast then."""
         got = self.value(operand).form
         row, mine = row_dim(form), row_dim(got)
-        rows_fit = (
-            mine is None
-            or mine.size == 1
-            or (row is not None and mine.segments == row.segments and mine.size == row.size)
-        )
+        rows_fit = mine is None or mine.size == 1 or (row is not None and same_form((mine,), (row,)))
         if width_of(got) == width_of(form) and rows_fit:
             return True
         self.e.error(
@@ -182,6 +189,7 @@ class Rule:
         axis: str = "",
         closes: tuple[int, ...] = (),
         protocol: ops.Handshake | None = None,
+        chunked: bool = True,
     ) -> int:
         site = self.site
         self.e.nodes.append(
@@ -198,6 +206,8 @@ class Rule:
                 axis,
                 closes,
                 protocol,
+                self.e.guidance.part,
+                self.e.chunk if chunked else None,
             )
         )
         return len(self.e.nodes) - 1
@@ -265,11 +275,25 @@ def check_sizes(e: Expander) -> None:
             f"{heads} heads, {kv_heads} of k and v",
             "take fewer ulysses ranks; only the sequence may have empty shares",
         )
-    if schedule.axis("cfg") > 2:
-        e.error("E204", ("mesh", "cfg"), "there are two branches of guidance", "1 or 2", str(schedule.axis("cfg")))
+    branches = schedule.axis("cfg")
+    if branches > 2:
+        e.error("E204", ("mesh", "cfg"), "there are two branches of guidance", "1 or 2", str(branches))
+    elif schedule.cfg == "parallel" and branches < 2:
+        e.error(
+            "E216", ("cfg",), "the branches have no ranks of their own", "an axis cfg of 2 in `mesh`", str(branches)
+        )
+    elif schedule.cfg in ("batch", "sequential") and branches > 1:
+        e.error(
+            "E216",
+            ("cfg",),
+            "the mesh has ranks for each branch",
+            "cfg: parallel, or a mesh without cfg",
+            f"cfg: {schedule.cfg}, and an axis cfg of {branches}",
+        )
     taken = ["batch", "hidden", "heads", "kv_heads", "head_dim", "ffn"]
-    named = [("shape", "seq", name) for name, _ in schedule.segments]
-    for path in [*named, *(("shape", name) for name, _ in schedule.more_sizes)]:
+    named: list[tuple[str, ...]] = [("shape", "seq", name) for name, _ in schedule.segments]
+    named += [("shape", name) for name, _ in schedule.more_sizes]
+    for path in [*named, *(("sizes", name) for name, _ in schedule.own_sizes)]:
         name = path[-1]
         if not re.match(ops.NAME_PATTERN, name):
             e.error("E211", path, f"'{name}' is no name", "letters, digits and _", f"'{name}'", key=True)

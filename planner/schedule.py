@@ -5,185 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic.json_schema import JsonSchemaValue
+from pydantic import ValidationError
 
 from stepgraph.planner.diagnostics import Diagnostic, ScheduleError, nearest
+from stepgraph.planner.document import Cfg, Document, InputSpec, ModelSizes, StateSpec
 from stepgraph.planner.ops import (
-    BufferCount,
-    Dims,
     Entry,
     Handshake,
+    LayerRun,
     Model,
-    Name,
-    Names,
     Op,
     Send,
-    Size,
-    Via,
-    as_tuple,
 )
-from stepgraph.planner.plan import DType, Source
+from stepgraph.planner.plan import Source
 from stepgraph.planner.schema_errors import schema_diagnostics
 from stepgraph.planner.source import Overrides, SourceTree, TreePath, read, read_file
-
-AxisName = Literal["ulysses", "tensor", "cfg"]
-
-
-def _dtype(value: object) -> object:
-    return DType(value) if value in [d.value for d in DType] else value
-
-
-DTypeName = Annotated[DType, BeforeValidator(_dtype)]
-Entries = Annotated[tuple[Entry, ...], Field(min_length=1), BeforeValidator(as_tuple)]
-
-
-class ModelSizes(Model):
-    """Global sizes of the model."""
-
-    layers: Size = Field(description="How many layers `layers: NAME` repeats.")
-    hidden: Size = Field(description="Features of a token.")
-    heads: Size = Field(description="Attention heads of q.")
-    kv_heads: Size | None = Field(None, description="Attention heads of k and v; by default as many as heads.")
-    head_dim: Size = Field(description="Features of a head.")
-    ffn: Size = Field(description="Inner features of the MLP.")
-    dtype: DTypeName = Field(description="bfloat16, float16, float32 or float64.")
-
-
-Extra = Annotated[int, Field(ge=0, le=2**40)]
-
-
-class ShapeSizes(Model):
-    """Global sizes of a request: batch, seq, and any others under names of their own, for shapes and for `at`."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Extra]
-
-    batch: Size = Field(1, description="Samples.")
-    seq: Size | Annotated[dict[Name, Size], Field(min_length=1)] = Field(
-        description="Tokens, or a map of named lengths."
-    )
-
-
-class InputSpec(Model):
-    """A tensor that the caller hands over."""
-
-    shape: Dims = Field(description="Global sizes, numbers or names.")
-    dtype: DTypeName | None = Field(None, description="By default that of the model.")
-    placement: Literal["replicated", "sequence", "cfg"] = Field(
-        "replicated",
-        description="replicated: every rank loads it whole; sequence: each rank loads its own rows; cfg: both "
-        "branches, conditioned first, are stacked in front of the shape, and each rank loads its own.",
-    )
-
-
-class StateSpec(Model):
-    """A tensor that outlives a step: zero before a session's first step, then what the last step has left in it."""
-
-    shape: Dims = Field(description="Global sizes, numbers or names.")
-    placement: Literal["sequence", "head", "replicated"] = Field(
-        "replicated",
-        description="replicated: every rank holds it whole; sequence: its own rows; head: all rows of its own heads.",
-    )
-    dtype: DTypeName | None = Field(None, description="By default that of the model.")
-    per: Literal["step", "layer"] = Field(
-        "step", description="layer: every layer has one of its own, and the name means that of the layer; step: one."
-    )
-
-
-class StreamSpec(Model):
-    """A stream; it has no settings."""
-
-
-class KindDefaults(Model):
-    """Default fields of a kind."""
-
-    stream: Name | None = Field(None, description="The stream that the kind runs on.")
-
-
-class NormDefaults(KindDefaults):
-    over: Literal["head", "hidden"] | None = Field(None, description="Normalise over head or hidden.")
-
-
-class BarrierDefaults(KindDefaults):
-    handshake: Handshake | None = Field(None, description="memop, copy or kernel.")
-
-
-class ExchangeDefaults(BarrierDefaults):
-    via: Via | None = Field(None, description="copy or nccl.")
-    buffers: BufferCount | None = Field(None, description="How many targets alternate over the layers.")
-
-
-class Defaults(Model):
-    """Fields that a kind of op has by default, and how peers are reached."""
-
-    handshake: Handshake = Field("memop", description="How handshakes are made: memop, copy or kernel.")
-    transport: Literal["auto", "symmetric", "ipc", "nccl"] = Field(
-        "auto", description="How peers' memory is reached; auto lets the group choose."
-    )
-    norm: NormDefaults = NormDefaults()
-    modulate: KindDefaults = KindDefaults()
-    residual: KindDefaults = KindDefaults()
-    mlp: KindDefaults = KindDefaults()
-    norm_rope: NormDefaults = NormDefaults()
-    rope: KindDefaults = KindDefaults()
-    attention: KindDefaults = KindDefaults()
-    linear: KindDefaults = KindDefaults()
-    call: KindDefaults = KindDefaults()
-    send: ExchangeDefaults = ExchangeDefaults()
-    barrier: BarrierDefaults = BarrierDefaults()
-    gather: ExchangeDefaults = ExchangeDefaults()
-    all_reduce: ExchangeDefaults = ExchangeDefaults()
-    shard: KindDefaults = KindDefaults()
-    all_gather: ExchangeDefaults = ExchangeDefaults()
-    concat: KindDefaults = KindDefaults()
-    split: KindDefaults = KindDefaults()
-    keep: KindDefaults = KindDefaults()
-    guide: ExchangeDefaults = ExchangeDefaults()
-
-
-class VariantSpec(Model):
-    """A version of the step."""
-
-    step: Entries = Field(description="The ops of the variant's step.")
-    after: Names | None = Field(
-        None, description="The variants that it may follow; by default any. The first variant of the file begins."
-    )
-    outputs: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] | None = Field(
-        None, description="What the caller gets, or []; by default the schedule's `outputs`."
-    )
-
-
-class Document(Model):
-    """A schedule file."""
-
-    version: Literal[1] = Field(description="The language's version: 1.")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = Field(description="The schedule's name.")
-    model: ModelSizes = Field(description="Global sizes of the model.")
-    mesh: Annotated[dict[AxisName, Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1)] = Field(
-        description="Axes and their sizes, in order; the last varies fastest over ranks."
-    )
-    shape: ShapeSizes = Field(description="Global sizes of a request.")
-    inputs: Annotated[dict[Name, InputSpec], Field(min_length=1)] = Field(
-        description="What the caller hands over, in order."
-    )
-    outputs: Names = Field(description="What the caller gets: names at the end of the step.")
-    state: dict[Name, StateSpec] = Field(default={}, description="Tensors that outlive a step.")
-    streams: Annotated[dict[Name, StreamSpec], Field(min_length=1)] = Field(
-        default={"compute": StreamSpec(), "copy": StreamSpec()},
-        description="The streams; a capture starts and ends on the first.",
-    )
-    defaults: Defaults = Field(default=Defaults(), description="Fields that a kind has by default.")
-    blocks: dict[Name, Entries] = Field(default={}, description="Named lists of ops.")
-    step: Entries | None = Field(None, description="The ops of one denoising step.")
-    variants: Annotated[dict[Name, VariantSpec], Field(min_length=1)] | None = Field(
-        None, description="Named versions of the step, instead of `step`: each becomes a plan and a graph of its own."
-    )
-    buckets: Annotated[dict[Name, Annotated[dict[Name, Extra], Field(min_length=1)]], Field(min_length=1)] | None = (
-        Field(None, description="Named values for sizes of `shape`: each becomes a plan and a graph of its own.")
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +46,15 @@ class LayersItem:
     path: TreePath
 
 
-Item = OpItem | EachItem | LayersItem
+@dataclass(frozen=True, slots=True)
+class ChunksItem:
+    heads: int
+    """Into how many chunks each rank's heads are cut."""
+    items: tuple[Item, ...]
+    path: TreePath
+
+
+Item = OpItem | EachItem | LayersItem | ChunksItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +78,8 @@ class Bucket:
 class Schedule:
     name: str
     model: ModelSizes
+    own_sizes: tuple[tuple[str, int], ...]
+    """The file's `sizes`."""
     mesh: tuple[tuple[str, int], ...]
     batch: int
     segments: tuple[tuple[str, int], ...]
@@ -241,6 +89,8 @@ class Schedule:
     inputs: tuple[tuple[str, InputSpec], ...]
     outputs: tuple[str, ...]
     outputs_path: TreePath
+    cfg: Cfg | None
+    """How both branches of guidance are computed; None where there is one."""
     state: Mapping[str, StateSpec]
     """In the order written."""
     sent_into: frozenset[str]
@@ -302,7 +152,8 @@ class Schedule:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every named size: batch, segments, hidden, heads, kv_heads, head_dim, ffn, and the others of `shape`."""
+        """Every named size: batch, segments, hidden, heads, kv_heads, head_dim, ffn, the others of `shape`, and the
+        file's `sizes`."""
         model = self.model
         return {
             **dict(self.more_sizes),
@@ -313,6 +164,7 @@ class Schedule:
             "kv_heads": model.kv_heads or model.heads,
             "ffn": model.ffn,
             **dict(self.segments),
+            **dict(self.own_sizes),
         }
 
 
@@ -337,13 +189,15 @@ class _Itemizer:
         keys = [name for name in type(entry).model_fields if name in entry.model_fields_set]
         if set(keys) == {"each", "do"} and entry.each and entry.do:
             return EachItem(entry.each, self.items(entry.do, (*path, "do")), path)
-        if len(keys) != 1 or keys[0] in ("each", "do"):
+        if set(keys) == {"chunks", "do"} and entry.chunks and entry.do:
+            return ChunksItem(entry.chunks.heads, self.items(entry.do, (*path, "do")), path)
+        if len(keys) != 1 or keys[0] in ("each", "chunks", "do"):
             self.problems.append(
                 Diagnostic(
                     "E103",
                     "an op is a map of one key, its kind",
                     self.tree.place(path),
-                    "one kind, or `each` with `do`",
+                    "one kind, or `each` or `chunks` with `do`",
                     ", ".join(keys) or "nothing",
                     "put each op on a line of its own, behind a dash",
                 )
@@ -357,18 +211,33 @@ class _Itemizer:
             )
             return None
         if kind == "layers":
-            layers = self.document.model.layers
-            runs = (
-                ((fields, layers, None),)
-                if isinstance(fields, str)
-                else tuple((r.block, r.repeat, r.first) for r in fields)
-            )
-            return LayersItem(runs, (*path, kind))
+            return LayersItem(self._runs(fields, (*path, kind)), (*path, kind))
         defaults: Model = getattr(self.document.defaults, kind)
         missing = {
             name: getattr(defaults, name) for name in defaults.model_fields_set if name not in fields.model_fields_set
         }
         return OpItem(kind, fields.model_copy(update=missing) if missing else fields, (*path, kind))
+
+    def _runs(self, fields: str | tuple[LayerRun, ...], path: TreePath) -> tuple[tuple[str, int, int | None], ...]:
+        if isinstance(fields, str):
+            return ((fields, self.document.model.layers, None),)
+        runs: list[tuple[str, int, int | None]] = []
+        for index, run in enumerate(fields):
+            repeat = self._count(run.repeat, (*path, index, "repeat"))
+            first = None if run.first is None else self._count(run.first, (*path, index, "first"))
+            runs.append((run.block, repeat, first))
+        return tuple(runs)
+
+    def _count(self, given: int | str, path: TreePath) -> int:
+        """A number, or what its name under `sizes` says; 1 after telling that there is none."""
+        known = self.document.sizes
+        if isinstance(given, str) and given not in known:
+            hint = nearest(given, known) or f"known: {', '.join(known) or 'none'}"
+            message = f"no size is called '{given}'"
+            self.problems.append(
+                Diagnostic("E211", message, self.tree.place(path), "a name under `sizes`", f"'{given}'", hint)
+            )
+        return known.get(given, 1) if isinstance(given, str) else given
 
 
 def parse(tree: SourceTree) -> Schedule:
@@ -392,6 +261,7 @@ def parse(tree: SourceTree) -> Schedule:
     return Schedule(
         name=document.name,
         model=document.model,
+        own_sizes=tuple(document.sizes.items()),
         mesh=tuple(document.mesh.items()),
         batch=document.shape.batch,
         segments=tuple(seq.items()) if isinstance(seq, dict) else (("seq", seq),),
@@ -399,6 +269,7 @@ def parse(tree: SourceTree) -> Schedule:
         inputs=tuple(document.inputs.items()),
         outputs=variants[0].outputs if variants else document.outputs,
         outputs_path=variants[0].outputs_path if variants else ("outputs",),
+        cfg=document.cfg or ("parallel" if document.mesh.get("cfg", 1) > 1 else None),
         state=document.state,
         sent_into=frozenset(_sent_into(document.state, (*blocks.values(), step, *(v.step for v in variants)))),
         streams=tuple(document.streams),
@@ -482,12 +353,6 @@ def load_schedule(path: Path, overrides: Overrides = ()) -> Schedule:
 def read_schedule(text: str, file: str, overrides: Overrides = ()) -> Schedule:
     """As load_schedule, from text; ``file`` is the name that diagnostics give."""
     return parse(read(text, file, overrides))
-
-
-def json_schema() -> JsonSchemaValue:
-    """The JSON Schema of a schedule file."""
-    schema = Document.model_json_schema(by_alias=True)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "stepgraph schedule", **schema}
 
 
 def schedule_path(given: str) -> Path:

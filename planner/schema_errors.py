@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stepgraph.planner.diagnostics import Diagnostic, nearest
-from stepgraph.planner.ops import OP_KINDS, Entry, LayerRun, Model
+from stepgraph.planner.ops import OP_KINDS, ChunkSpec, Entry, LayerRun, Model
 from stepgraph.planner.source import SourceTree
 
 Path = tuple[str | int, ...]
@@ -25,8 +26,8 @@ _EXPECTED = {
     "model_type": "a map",
     "model_attributes_type": "a map",
     "missing": "this key",
-    "enum": "bfloat16, float16, float32 or float64",
-    "is_instance_of": "bfloat16, float16, float32 or float64",
+    "enum": "bfloat16, float16, float32, float64 or bool",
+    "is_instance_of": "bfloat16, float16, float32, float64 or bool",
     "string_pattern_mismatch": "a name: letters, digits and _, not starting with a digit, with at most one dot",
     "too_short": "at least one",
     "too_long": "fewer items",
@@ -54,7 +55,7 @@ def _expected(error: ErrorDetails) -> str:
     context = error.get("ctx", {})
     kind = error["type"]
     if kind == "literal_error":
-        return str(context["expected"]).replace("'", "")
+        return re.sub(r"<\w+\.\w+: (\w+)>", r"\1", str(context["expected"]).replace("'", ""))  # members of an enum
     if kind == "greater_than_equal":
         return f"at least {context['ge']}"
     if kind == "less_than_equal":
@@ -76,7 +77,7 @@ def _show(value: object) -> str:
 
 def _known_keys(path: Path) -> list[str]:
     """The keys that may stand where ``path`` (without its last part) leads."""
-    from stepgraph.planner import schedule as levels
+    from stepgraph.planner import document as levels
 
     parents = path[:-1]
     if not parents:
@@ -101,6 +102,8 @@ def _known_keys(path: Path) -> list[str]:
         if parents[0] == "defaults":
             kind_defaults: Model = getattr(levels.Defaults(), kind, levels.KindDefaults())
             return list(type(kind_defaults).model_fields)
+        if kind == "chunks":
+            return list(ChunkSpec.model_fields)
         if kind in OP_KINDS:
             return [info.alias or name for name, info in OP_KINDS[kind].model_fields.items()]
         if len(parents) == 2 and parents[0] == "variants":

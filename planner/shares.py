@@ -10,6 +10,8 @@ from stepgraph.planner.schedule import Schedule
 
 Range = tuple[int, int]
 """(first, count)."""
+Chunk = tuple[int, int]
+"""(number, of how many)."""
 
 
 def balanced(total: int, parts: int) -> tuple[Range, ...]:
@@ -29,6 +31,11 @@ def head_shares(heads: int, kv_heads: int, parts: int) -> tuple[tuple[Range, Ran
     for kv_head, (_, sharers) in enumerate(balanced(parts, kv_heads)):
         shares += [((kv_head * group + first, count), (kv_head, 1)) for first, count in balanced(group, sharers)]
     return tuple(shares)
+
+
+def most_chunks(heads: int, kv_heads: int) -> int:
+    """Into how many chunks ``head_shares`` can cut heads, each with a head of q at least."""
+    return max(n for n in range(1, heads + 1) if kv_heads >= n or heads // kv_heads >= -(-n // kv_heads))
 
 
 @dataclass(frozen=True)
@@ -73,3 +80,25 @@ class Shares:
         tensor = self.schedule.axis("tensor")
         pairs = head_shares(sizes["heads"] // tensor, sizes["kv_heads"] // tensor, self.schedule.axis("ulysses"))
         return {"heads": tuple(q for q, _ in pairs), "kv_heads": tuple(kv for _, kv in pairs)}
+
+    @cached_property
+    def most_chunks(self) -> tuple[int, ...]:
+        """Into how many chunks the heads of each coordinate of the ulysses axis can be cut."""
+        pairs = zip(self.heads["heads"], self.heads["kv_heads"], strict=True)
+        return tuple(most_chunks(q[1], kv[1]) for q, kv in pairs)
+
+    def head_range(self, kind: str, place: int, chunk: Chunk | None) -> Range:
+        """The heads, or kv_heads, of a coordinate of the ulysses axis, or of one chunk of them: a chunk has the kv
+        heads of its q heads, and chunks share them where there are fewer."""
+        first, count = self.heads[kind][place]
+        if chunk is None:
+            return first, count
+        number, parts = chunk
+        (_, heads), (_, kv_heads) = self.heads["heads"][place], self.heads["kv_heads"][place]
+        q, kv = head_shares(heads, kv_heads, parts)[number]
+        start, held = q if kind == "heads" else kv
+        return first + start, held
+
+    def chunk_counts(self, kind: str, chunk: Chunk | None) -> tuple[int, ...]:
+        """How many heads each coordinate of the ulysses axis has in a chunk."""
+        return tuple(self.head_range(kind, place, chunk)[1] for place in range(self.schedule.axis("ulysses")))

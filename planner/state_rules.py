@@ -33,6 +33,9 @@ class States:
 
     def key(self, name: str, path: TreePath) -> str:
         """What a state's name stands for here: its key. The first mention makes its memory."""
+        if not self.e.guidance.state(name, path):
+            self.e.names[name] = None
+            return name
         if self.specs[name].per == "step":
             key, layer = name, 0
         elif self.e.in_layers:

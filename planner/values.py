@@ -7,7 +7,7 @@ from enum import Enum, StrEnum, auto
 from math import prod
 
 from stepgraph.planner.plan import DType, Region
-from stepgraph.planner.shares import Shares
+from stepgraph.planner.shares import Chunk, Shares
 
 
 class Placement(StrEnum):
@@ -36,11 +36,18 @@ class Dim:
     """Of HEADS: heads or kv_heads."""
     split: bool = False
     """Cut evenly over the tensor axis besides."""
+    by_place: bool = False
+    """Of a SEQUENCE of several segments: a send has laid its rows down place by place, each with rows of all segments;
+    else they lie segment by segment."""
+    chunk: Chunk | None = None
+    """Of HEADS: which chunk of every rank's share; None for all."""
 
     def __str__(self) -> str:
         if self.kind is DimKind.SEQUENCE:
-            return "+".join(self.segments)
-        return self.heads if self.kind is DimKind.HEADS else str(self.size)
+            return "+".join(self.segments) + (" by place" if self.by_place else "")
+        if self.kind is DimKind.HEADS:
+            return f"chunk {self.chunk[0]} of {self.heads}" if self.chunk else self.heads
+        return str(self.size)
 
 
 Form = tuple[Dim, ...]
@@ -112,6 +119,9 @@ class Value:
     """Where the value's segments start among those of the memory."""
     block: int | None = None
     """Which of the memory's stacked copies; None for all."""
+    place: int | None = None
+    """Whose rows, by the coordinate of ulysses, where the value is by sequence and its memory is whole; None for the
+    rank's own."""
 
     def describe(self) -> str:
         return f"{self.name} {show(self.form)}, {'partial sum, ' if self.partial else ''}{self.placement}"
@@ -123,7 +133,9 @@ def local_size(dim: Dim, placement: Placement, shares: Shares, rank: int) -> int
     if dim.kind is DimKind.SEQUENCE and placement is Placement.SEQUENCE:
         return sum(shares.rows[name][place][1] for name in dim.segments)
     if dim.kind is DimKind.HEADS and placement is Placement.HEAD:
-        return shares.heads[dim.heads][place][1]
+        return shares.head_range(dim.heads, place, dim.chunk)[1]
+    if dim.chunk:
+        return sum(shares.chunk_counts(dim.heads, dim.chunk))
     return dim.size // shares.schedule.axis("tensor") if dim.split else dim.size
 
 
@@ -178,6 +190,7 @@ def region_of(value: Value, memory: Memory, shares: Shares, rank: int) -> Region
     cols = prod(local_shape(features(value.form), value.placement, shares, rank))
     if value.placement is Placement.HEAD and memory.placement is not Placement.HEAD:  # own heads of what is whole
         heads = memory.pieces[value.piece][0]
-        first_head = shares.heads[heads.heads][shares.coordinate(rank, "ulysses")][0]
+        chunk = features(value.form)[0].chunk
+        first_head = shares.head_range(heads.heads, shares.coordinate(rank, "ulysses"), chunk)[0]
         col += first_head * prod(local_shape(memory.pieces[value.piece][1:], memory.placement, shares, rank))
     return Region(first, rows, col, cols)

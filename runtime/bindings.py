@@ -25,6 +25,13 @@ class HasBuffers(Protocol):
     def named_buffers(self) -> Iterable[tuple[str, Tensor]]: ...
 
 
+@runtime_checkable
+class Described(Protocol):
+    """A stage maker that says what all ranks of a group must have alike."""
+
+    def description(self) -> str: ...
+
+
 class ParameterError(StepgraphError):
     """A weight is not where it was when the step was captured (E609)."""
 

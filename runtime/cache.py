@@ -45,6 +45,10 @@ class ReplayCache:
         """A version was captured ahead of its use."""
         self.held[version] = None
 
+    def forget(self) -> None:
+        """Nothing is captured any more."""
+        self.held.clear()
+
     def use(self, version: int) -> tuple[bool, tuple[int, ...]]:
         """A step of ``version`` comes: whether it has to be captured, and the versions to evict first."""
         if version in self.held:

@@ -15,7 +15,7 @@ from stepgraph.kernels.stages import MadeUpStages, Stage, StageMaker
 from stepgraph.kernels.unsharded import Unsharded
 from stepgraph.planner.compile import check_schedule
 from stepgraph.planner.memory import MemoryPlan
-from stepgraph.planner.opgraph import Action
+from stepgraph.planner.opgraph import BRANCHES, Action, Node
 from stepgraph.planner.plan import Plan, Run
 from stepgraph.planner.shares import Shares
 from stepgraph.planner.values import DimKind, Placement, Value
@@ -84,6 +84,8 @@ class Compared:
     tolerance: float
     rank: int
     """Where the error is largest."""
+    part: str
+    """The branch of guidance, the chunk of heads, where there are several."""
 
     @property
     def differs(self) -> bool:
@@ -91,7 +93,8 @@ class Compared:
 
     @property
     def where(self) -> str:
-        return self.op if self.layer is None else f"{self.op}[{self.layer}]"
+        layer = "" if self.layer is None else f"[{self.layer}]"
+        return f"{self.op}{layer} {self.part}".rstrip()
 
 
 def compare(
@@ -153,8 +156,11 @@ def share_of(whole: Tensor, value: Value, shares: Shares, rank: int, by_place: b
             continue
         if dim.split:
             whole = whole.narrow(axis, part * (dim.size // parts), dim.size // parts)
-        if dim.kind is DimKind.HEADS and value.placement is Placement.HEAD:
-            whole = whole.narrow(axis, *shares.heads[dim.heads][place])
+        if dim.kind is DimKind.HEADS and (value.placement is Placement.HEAD or dim.chunk):
+            cut = value.placement is Placement.HEAD
+            held = [place] if cut else range(shares.schedule.axis("ulysses"))
+            ranges = [shares.head_range(dim.heads, number, dim.chunk) for number in held]
+            whole = torch.cat([whole.narrow(axis, *found) for found in ranges], dim=axis)
     return whole
 
 
@@ -166,6 +172,11 @@ def _rows(whole: Tensor, axis: int, segments: Sequence[str], shares: Shares, pla
         found.append(whole.narrow(axis, start + first, count))
         start += dict(shares.schedule.segments)[name]
     return torch.cat(found, dim=axis)
+
+
+def base_of(node: Node) -> str:
+    """The op of the schedule that a node belongs to: of a stage that ends an exchange, that of the exchange."""
+    return node.name.removesuffix(".sum").removesuffix(".join")
 
 
 _Key = tuple[str, int | None, int, str]
@@ -193,7 +204,7 @@ class _Comparison:
         wanted: dict[tuple[str, int | None], set[str]] = {}
         for node in self.graph.nodes:
             names = {self.graph.values[value].name for value in node.outputs}
-            wanted.setdefault((node.name.removesuffix(".sum"), node.layer), set()).update(names)
+            wanted.setdefault((base_of(node), node.layer), set()).update(names)
         found: dict[_Key, Tensor] = {}
 
         def observe(op: str, layer: int | None, branch: int, tensors: Mapping[str, Tensor]) -> None:
@@ -211,7 +222,7 @@ class _Comparison:
         for number, node in enumerate(self.graph.nodes):
             if node.kind in ("send", "all_gather"):
                 self.by_place |= set(node.outputs)
-            if node.action is not Action.RUN:
+            if node.action is not Action.RUN or node.kind == "repeat":
                 continue
             if self.by_place & {value for _, value in node.inputs}:
                 self.by_place |= set(node.outputs)
@@ -229,6 +240,15 @@ class _Comparison:
     def _ranks(self, op: int) -> dict[int, Seen]:
         return {rank: self.seen[rank, op] for rank in range(self.plan.world_size)}
 
+    def _whole(self, seen: Mapping[_Key, Tensor], node: Node, value: Value, rank: int) -> Tensor:
+        """A value as the unsharded model has it, in the branch that the rank or the node is of, or of both."""
+        schedule = self.graph.schedule
+        branch = BRANCHES.index(node.branch) if node.branch else self.shares.coordinate(rank, "cfg")
+        op, layer, name = base_of(node), node.layer, value.name
+        if value.form and value.form[0].kind is DimKind.BATCH and value.form[0].size > schedule.batch:
+            return torch.cat([seen[op, layer, number, name] for number in range(len(BRANCHES))])
+        return seen[op, layer, branch, name]
+
     def _row(self, number: int, value_id: int, by_rank: Mapping[int, Tensor]) -> list[Compared]:
         """One row, or none for what has no counterpart in the unsharded model: blocks that are yet to be added."""
         node, value = self.graph.nodes[number], self.graph.values[value_id]
@@ -236,19 +256,19 @@ class _Comparison:
             return []
         worst, tolerance, where = 0.0, 0.0, 0
         for rank in by_rank:
-            key = (node.name.removesuffix(".sum"), node.layer, self.shares.coordinate(rank, "cfg"), value.name)
+            exact, rounded = (self._whole(seen, node, value, rank) for seen in (self.exact, self.rounded))
             got = by_rank[rank].double()
             if value.partial:
                 got = torch.stack([by_rank[member].double() for member in self.shares.group(rank, "tensor")]).sum(0)
-            want = share_of(self.exact[key], value, self.shares, rank, value_id in self.by_place)
+            want = share_of(exact, value, self.shares, rank, value_id in self.by_place)
             assert want.shape == got.shape, (node.name, value.name, want.shape, got.shape)
             if not want.numel():
                 continue
             error = float((got - want).abs().max())
-            off = (self.rounded[key].double() - self.exact[key]).abs().max()
+            off = (rounded.double() - exact).abs().max()
             eps = torch.finfo(torch_dtype(self.plan.dtype)).eps
-            tolerance = max(tolerance, SLACK * float(off), 8 * eps * float(self.exact[key].abs().max()))
+            tolerance = max(tolerance, SLACK * float(off), 8 * eps * float(exact.abs().max()))
             if not math.isnan(worst) and not error <= worst:
                 worst, where = error, rank
         line = self.plan.ops[number].line
-        return [Compared(node.name, node.kind, node.layer, line, value.name, worst, tolerance, where)]
+        return [Compared(node.name, node.kind, node.layer, line, value.name, worst, tolerance, where, node.part)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.planner.plan import Plan, Region, View
-from stepgraph.runtime.movement import Moved, endings, moved_right, state_rows
+from stepgraph.runtime.movement import Moved, endings, moved_right, state_rows, widths
 from stepgraph.runtime.shadow import Conflict, Ints, Shadow
 
 POISON = 0xFF
@@ -211,7 +211,7 @@ class Movements:
         self.plan, self.memories, self.report, self.unread = plan, memories, report, unread
         self.sent: dict[tuple[Moved, int, int], Tensor] = {}
         """(op, rank, replay) -> the source view when it was first read."""
-        self.ends = endings(plan)
+        self.ends, self.widths = endings(plan), widths(plan)
         self.rows = state_rows(plan)
 
     def note(self, moved: Moved, rank: int, replay: int, source: Tensor) -> None:
@@ -251,7 +251,7 @@ class Movements:
         sent = {member: source for member, source in by_rank.items() if source is not None}
         got = self.memories[rank].tensors.get(self.ends[exchange, rank][moved])
         self.report.movements_checked += 1
-        if got is None or not moved_right(self.plan, exchange, rank, moved, self.ends, sent, got):
+        if got is None or not moved_right(self.plan, exchange, rank, moved, self.ends, sent, got, self.widths):
             self.report.movement_exact = False
 
 

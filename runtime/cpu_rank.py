@@ -218,8 +218,7 @@ class RankQueues:
         self.work[stream].append(_Work(number, what, run, ready))
 
     def op_name(self, op: int) -> str:
-        found = self.plan.ops[op]
-        return found.name if found.layer is None else f"{found.name}[{found.layer}]"
+        return self.plan.ops[op].label
 
     # Device
 

@@ -83,7 +83,7 @@ class CudaRank:
             if isinstance(item, Load):
                 view = self.program.views[item.view]
                 dtype = torch_dtype(self.program.buffers[view.buffer].dtype)
-                self.inputs[item.input] = torch.zeros(self._box(view), dtype=dtype, device=site.device)
+                self.inputs[item.view] = torch.zeros(self._box(view), dtype=dtype, device=site.device)
             elif isinstance(item, Store) and self.program.views[item.view].buffer < len(self.plan.targets):
                 view = self.program.views[item.view]
                 self.kept[item.output] = torch.zeros_like(self.region(view.buffer, view.region).contiguous())
@@ -103,7 +103,7 @@ class CudaRank:
 
     def load(self, number: int, load: Load) -> None:
         self.channel.flush()
-        self.tensors[self.program.views[load.view].buffer] = self.inputs[load.input]
+        self.tensors[self.program.views[load.view].buffer] = self.inputs[load.view]
 
     def store(self, number: int, store: Store) -> None:
         self.channel.flush()

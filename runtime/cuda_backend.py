@@ -147,6 +147,7 @@ class CudaBackend:
                 self.cache.hold(number)
         except group.SelfTestError:
             self._let_go()
+            self.cache.forget()
             raise
         with torch.cuda.stream(self.streams[0]):
             self._zero_states()  # which the steps so far have written

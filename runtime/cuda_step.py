@@ -72,7 +72,7 @@ class CudaStep:
     def copy_in(self, inputs: Sequence[Tensor]) -> None:
         """This rank's share of every input, on the current stream."""
         for load in self.loads:
-            static, at = self.worker.inputs[load.input], load.region
+            static, at = self.worker.inputs[load.view], load.region
             whole = inputs[load.input].view(self.plan.inputs[load.input].box)
             share = whole[load.batch : load.batch + static.shape[0], at.row : at.row + at.rows]
             static.copy_(share[..., at.col : at.col + at.cols])

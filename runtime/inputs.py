@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
-from stepgraph.planner.plan import Plan
+from stepgraph.planner.plan import DType, Plan
 
 NamedInputs = Mapping[str, Tensor]
 
@@ -59,8 +59,13 @@ def input_error(name: str, expected: str, got: str) -> Diagnostic:
 
 
 def random_inputs(plan: Plan, seed: int) -> dict[str, Tensor]:
-    """Inputs that nobody made: normal numbers, the same in every dtype up to rounding."""
+    """Inputs that nobody made: normal numbers, the same in every dtype up to rounding; a mask is true in three of four
+    places."""
     generator = torch.Generator().manual_seed(seed)
+    drawn = {entry.name: torch.randn(entry.shape, generator=generator) for entry in plan.inputs}
     return {
-        entry.name: torch.randn(entry.shape, generator=generator).to(torch_dtype(entry.dtype)) for entry in plan.inputs
+        entry.name: drawn[entry.name] > -0.67
+        if entry.dtype is DType.BOOL
+        else drawn[entry.name].to(torch_dtype(entry.dtype))
+        for entry in plan.inputs
     }

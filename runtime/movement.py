@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from stepgraph.planner.plan import Buffer, Collective, Plan, RankProgram, Send, View
+from stepgraph.planner.plan import Buffer, Collective, Op, Plan, RankProgram, Send, View
 
 Moved = tuple[int, int]
 """An op that moves data, and which of its operands."""
@@ -36,6 +36,35 @@ def endings(plan: Plan) -> Mapping[tuple[int, int], Mapping[Moved, int]]:
     return found
 
 
+def widths(plan: Plan) -> Mapping[int, Mapping[int, int]]:
+    """op -> rank -> the columns of what it sends from there, of all ops in chunks."""
+    found: dict[int, dict[int, int]] = defaultdict(dict)
+    for rank, program in enumerate(plan.ranks):
+        for item in program.instructions:
+            if isinstance(item, Send) and _chunk(plan.ops[item.op]) is not None:
+                found[item.op][rank] = program.views[item.source].region.cols
+    return found
+
+
+def _chunk(op: Op) -> tuple[int, int] | None:
+    """(number, of how many) of an op in chunks."""
+    told = dict(op.options).get("chunk")
+    if told is None:
+        return None
+    number, _, count = told.partition("/")
+    return int(number), int(count)
+
+
+def _siblings(plan: Plan, op: int) -> list[int]:
+    """All chunks of an op, in their order."""
+
+    def key(found: Op) -> tuple[object, ...]:
+        return found.name, found.layer, found.inputs, dict(found.options).get("branch")
+
+    wanted = key(plan.ops[op])
+    return [n for n, found in enumerate(plan.ops) if key(found) == wanted and _chunk(found) is not None]
+
+
 def state_rows(plan: Plan) -> Mapping[Moved, range]:
     """The rows of a state that each op fills which sends into one."""
     states, found = plan.state_buffers, dict[Moved, range]()
@@ -59,6 +88,7 @@ def moved_right(
     ends: Mapping[tuple[int, int], Mapping[Moved, int]],
     sent: Mapping[int, Tensor],
     got: Tensor,
+    sources_of: Mapping[int, Mapping[int, int]],
 ) -> bool:
     """Whether ``got``, in which ``moved`` has ended on ``rank``, is what the group sent, bit for bit. ``sent`` has the
     whole source of each member that sent anything: one without rows sends nothing."""
@@ -69,10 +99,53 @@ def moved_right(
     # Nothing is sent to a member that ends with none.
     numbers = [ends[exchange, member].get(moved, buffer) if (exchange, member) in ends else buffer for member in group]
     boxes = [plan.ranks[member].buffers[number] for member, number in zip(group, numbers, strict=True)]
-    want = assemble(plan.ops[moved[0]].kind, sources, boxes, group.index(rank)) if sources else None
-    if want is not None and buffer in plan.state_buffers:  # whose other rows are not of this op
-        got = got[:, first : first + want.shape[1]]
-    return want is not None and want.shape == got.shape and torch.equal(bits(got), bits(want))
+    if not sources:
+        return False
+    kind, me = plan.ops[moved[0]].kind, group.index(rank)
+    chunk = _chunk(plan.ops[moved[0]])
+    if chunk is None or (kind == "gather" and moved[0] not in sources_of):
+        want = assemble(kind, sources, boxes, me)
+        if buffer in plan.state_buffers:  # whose other rows are not of this op
+            got = got[:, first : first + want.shape[1]]
+    else:
+        slots = _slots(plan, moved, group, ends, sources_of)
+        if slots is None:
+            return False
+        if kind == "send":
+            joined = torch.cat(sources, dim=1)
+            want = _columns(joined, slots, me, chunk[0])
+        else:  # a copied gather: one target for all chunks
+            want = assemble(kind, sources, boxes, me)
+            got = torch.cat([_columns(got, slots, member, chunk[0]) for member in range(len(group))], dim=2)
+    return want.shape == got.shape and torch.equal(bits(got), bits(want))
+
+
+def _slots(
+    plan: Plan,
+    moved: Moved,
+    group: Sequence[int],
+    ends: Mapping[tuple[int, int], Mapping[Moved, int]],
+    sources_of: Mapping[int, Mapping[int, int]],
+) -> list[list[int]] | None:
+    """For each member the columns of all its chunks of an op; None where a member or a chunk is left out."""
+    found: list[list[int]] = [[] for _ in group]
+    for sibling in _siblings(plan, moved[0]):
+        wide = dict(sources_of.get(sibling, {}))
+        if plan.ops[sibling].kind == "send":
+            part = sibling, moved[1]
+            into = {owner: buffers[part] for (_, owner), buffers in ends.items() if part in buffers}
+            wide = {owner: plan.ranks[owner].buffers[buffer].cols for owner, buffer in into.items()}
+        if not set(group) <= set(wide):
+            return None
+        for slots, member in zip(found, group, strict=True):
+            slots.append(wide[member])
+    return found
+
+
+def _columns(whole: Tensor, slots: Sequence[Sequence[int]], member: int, number: int) -> Tensor:
+    """The columns of one chunk of a member."""
+    first = chunk_start(slots, member, number, whole.shape[2])
+    return whole[:, :, first : first + slots[member][number]]
 
 
 def assemble(kind: str, sources: list[Tensor], ends: list[Buffer], me: int) -> Tensor:
@@ -87,9 +160,29 @@ def assemble(kind: str, sources: list[Tensor], ends: list[Buffer], me: int) -> T
     first = sum(cols[:me])
     if sum(cols) > joined.shape[2]:  # members share heads of k and v: as many to each head as go, more to the first
         heads, members = joined.shape[2] // cols[0], len(ends)
-        sharers = [head for head in range(heads) for _ in range(members // heads + (head < members % heads))]
-        first = sharers[me] * cols[0]
+        first = _sharers(heads, members)[me] * cols[0]
     return joined[:, :, first : first + cols[me]]
+
+
+def chunk_start(slots: Sequence[Sequence[int]], me: int, number: int, total: int) -> int:
+    """The first column of a chunk of member ``me``, of ``total``, where ``slots`` has the columns of every member's
+    chunks. They lie one behind the other, or share heads of k and v: as many to each head as go, more to the first."""
+    if sum(map(sum, slots)) == total:
+        return sum(map(sum, slots[:me])) + sum(slots[me][:number])
+    head = min(map(min, slots))
+    heads, members, chunks = total // head, len(slots), len(slots[me])
+    if heads < members:
+        return _sharers(heads, members)[me] * head
+    held = [heads // members + (member < heads % members) for member in range(members)]
+    start = sum(held[:me]) * head
+    if held[me] >= chunks:
+        return start + sum(slots[me][:number])
+    return start + _sharers(held[me], chunks)[number] * head
+
+
+def _sharers(heads: int, parts: int) -> list[int]:
+    """The head of each of ``parts`` parts that share them."""
+    return [head for head in range(heads) for _ in range(parts // heads + (head < parts % heads))]
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from stepgraph.runtime.cuda_backend import CudaBackend
 from stepgraph.runtime.denoise import denoise, sigma_pairs
 from stepgraph.runtime.facts import CaptureFacts
 from stepgraph.runtime.inputs import NamedInputs, random_inputs
-from stepgraph.runtime.movement import Moved, endings, moved_right
+from stepgraph.runtime.movement import Moved, endings, moved_right, widths
 from stepgraph.runtime.session import NamedLoop, Outputs, Session, StepOf
 
 
@@ -42,10 +42,10 @@ class MovementRecorder:
         torch.cuda.synchronize()
         every: list[dict[Moved, Tensor]] = [{} for _ in plan.ranks]
         dist.all_gather_object(every, {moved: source.cpu() for moved, source in self.sources.items()})
-        ends, exact = endings(plan), True
+        ends, wide, exact = endings(plan), widths(plan), True
         for (exchange, moved), result in self.results.items():
             sent = {member: found[moved] for member, found in enumerate(every) if moved in found}
-            exact = exact and moved_right(plan, exchange, rank, moved, ends, sent, result.cpu())
+            exact = exact and moved_right(plan, exchange, rank, moved, ends, sent, result.cpu(), wide)
         count = len(self.results)
         self.sources.clear()
         self.results.clear()

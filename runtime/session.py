@@ -17,6 +17,7 @@ from stepgraph.planner.diagnostics import CapabilityError, Diagnostic
 from stepgraph.planner.footprint import footprint
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.plan_set import PlanSet, alone
+from stepgraph.runtime.bindings import Described
 from stepgraph.runtime.cache import CacheStats, ReplayCache
 from stepgraph.runtime.cpu import HostLoop, World
 from stepgraph.runtime.cpu_memory import Report
@@ -299,7 +300,10 @@ def _open(
     from stepgraph.runtime.cuda_backend import CudaBackend
 
     where = torch.device("cuda", torch.cuda.current_device())
-    weights = "weights of the caller" if stages else f"weights made up from seed {seed}"
+    if isinstance(stages, Described):
+        weights = stages.description()
+    else:
+        weights = "weights of the caller" if stages else f"weights made up from seed {seed}"
     with torch.inference_mode(False), torch.no_grad():  # what is made here is written to by every step
         maker = stages or MadeUpStages(seed, where, drawn_there=solo)
         return CudaBackend(plans, cache, maker, weights, eager, solo)

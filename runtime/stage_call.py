@@ -79,7 +79,7 @@ def _contents(plan: Plan, run: Run, buffer: Buffer, result: object, inputs: Sequ
 
 def _name(plan: Plan, run: Run) -> str:
     op = plan.ops[run.op]
-    return f"the stage of {op.name if op.layer is None else f'{op.name}[{op.layer}]'} on line {op.line}"
+    return f"the stage of {op.label} on line {op.line}"
 
 
 def _wrong(plan: Plan, run: Run, expected: str, got: str) -> StageError:

@@ -141,9 +141,11 @@ def unsharded(plans: PlanSet, steps: int, seed: int, dtype: torch.dtype, where: 
     return found
 
 
-def _loop(
+def walk_loop(
     plans: PlanSet, steps: int, seed: int, where: torch.device, seen: list[Outputs], memory: list[int]
 ) -> Generator[StepOf, Outputs, None]:
+    """A host loop: takes the walk's steps, and adds what comes of each to ``seen``, and on cuda what torch has
+    reserved by then to ``memory``."""
     for number, step in enumerate(walk_order(plans, steps, seed)):
         given = {name: tensor.to(where) for name, tensor in random_inputs(plans.plan(*step), seed + number).items()}
         outputs = yield StepOf(given, *step)
@@ -155,7 +157,7 @@ def _loop(
 def _on_cpu(plans: PlanSet, steps: int, seed: int, graph_bytes: int | None) -> tuple[list[Walked], tuple[str, ...]]:
     every: list[list[Outputs]] = [[] for _ in range(plans.world_size)]
     with torch.no_grad(), Session(plans, device="cpu", seed=seed, graph_bytes=graph_bytes) as session:
-        session.drive(lambda rank: _loop(plans, steps, seed, torch.device("cpu"), every[rank], []))
+        session.drive(lambda rank: walk_loop(plans, steps, seed, torch.device("cpu"), every[rank], []))
         report, stats = session.report, session.stats()
     found = [*map(str, report.races), *map(str, report.faults)]
     if not report.movement_exact:
@@ -168,7 +170,7 @@ def _on_gpu(plans: PlanSet, steps: int, seed: int, graph_bytes: int | None, rank
     memory: list[int] = []
     with torch.no_grad(), Session(plans, device="cuda", seed=seed, graph_bytes=graph_bytes) as session:
         where = torch.device("cuda", torch.cuda.current_device())
-        session.drive(lambda rank: _loop(plans, steps, seed, where, seen, memory))
+        session.drive(lambda rank: walk_loop(plans, steps, seed, where, seen, memory))
         stats = session.stats()
     settled = max(memory[: len(memory) // SETTLED + 1])
     return Walked(tuple(seen), stats, max(0, max(memory) - settled))

@@ -52,7 +52,7 @@ def wrong_in(name: str, layer: int, on_rank: int) -> MakeStages:
         ("quickstart", "self_attention.mlp", 1),
         ("quickstart", "self_attention.norm_rope", 0),
         ("uneven_u4", "self_attention.attention", 1),
-        ("flux_1024_u4", "dual.qkv.txt", 1),
+        ("flux_1024_u4", "dual.to_k.txt", 1),
         ("minimax_h3_tp2_u2", "self_attention.out_proj", 1),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from stepgraph.tools.cli import run
 
-from support.sizes import SHIPPED
+from support.sizes import SETS, SHIPPED
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -46,14 +46,22 @@ def test_python_of_the_readme() -> None:
     assert tuple(names["latents"].shape) == (1, 96, 16)  # type: ignore[attr-defined]
 
 
+def test_python_of_the_page_on_variants() -> None:
+    (code,) = blocks((ROOT / "docs" / "variants.md").read_text(), "python")
+    sizes = {"hidden": 64, "heads": 8, "head_dim": 16, "ffn": 128, "dtype": "float32"}
+    names: dict[str, object] = {"SMALL": {f"model.{name}": size for name, size in sizes.items()} | {"shape.seq": 24}}
+    exec(code, names)  # the page's own text
+    assert tuple(names["latents"].shape) == (1, 24, 64)  # type: ignore[attr-defined]
+
+
 def test_yaml_of_the_readme_is_the_quickstarts() -> None:
     (block,) = blocks(README, "yaml")
     assert block in (ROOT / "plans" / "quickstart.yaml").read_text()
 
 
 def test_every_shipped_schedule_is_listed_and_says_what_it_is() -> None:
-    assert set(re.findall(r"^\| `(\w+)` \|", README, re.M)) == set(SHIPPED)
-    for name in SHIPPED:
+    assert set(re.findall(r"^\| `(\w+)` \|", README, re.M)) == {*SHIPPED, *SETS}
+    for name in (*SHIPPED, *SETS):
         assert (ROOT / "plans" / f"{name}.yaml").read_text().startswith("# ")
 
 

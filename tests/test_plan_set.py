@@ -1,7 +1,6 @@
 """Plan sets: variants and buckets of a schedule in one arena, compiled, proven, and run in any allowed order."""
 
 import json
-import random
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,16 @@ from stepgraph.planner.compile import compile_schedule, compile_set
 from stepgraph.planner.diagnostics import PlanError, ScheduleError, StepgraphError
 from stepgraph.planner.plan import Signal
 from stepgraph.planner.plan_set import PlanSet
-from stepgraph.planner.schedule import Schedule, read_schedule
+from stepgraph.planner.schedule import Schedule, load_schedule, read_schedule
 from stepgraph.planner.verify.proof import prove
+from stepgraph.planner.verify.succession import prove_set
 from stepgraph.runtime.cache import ReplayCache
 from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.session import Outputs, Session, StepOf
 from stepgraph.runtime.simulate import schedule_of
+from stepgraph.runtime.walk import walk, walk_order
+
+from support.sizes import PLANS, SETS, small_set
 
 TEXT = (Path(__file__).parent / "data" / "variants.yaml").read_text()
 
@@ -75,22 +78,10 @@ def test_every_plan_of_a_set_is_proven_and_closed_by_all_ranks(mesh: str) -> Non
         assert members == set(range(plan.world_size))
 
 
-def walk(plans: PlanSet, steps: int, seed: int) -> list[tuple[str, str]]:
-    """Versions in an order that is allowed, with buckets that are left and taken up again."""
-    chance, before, found = random.Random(seed), {}, []
-    for _ in range(steps):
-        bucket = chance.choice([entry.name for entry in plans.buckets])
-        last = before.get(bucket, "")
-        allowed = [v.name for v in plans.variants if plans.may_follow(last, v.name) or plans.may_follow("", v.name)]
-        before[bucket] = chance.choice(allowed)
-        found.append((before[bucket], bucket))
-    return found
-
-
 @pytest.mark.parametrize("handshake", ["memop", "copy", "kernel"])
 def test_any_order_of_versions_gives_what_the_unsharded_model_gives(handshake: str) -> None:
     plans = a_set(("defaults.handshake", handshake))
-    order = walk(plans, 60, 7)
+    order = walk_order(plans, 60, 7)
     inputs = [random_inputs(plans.plan(*version), number) for number, version in enumerate(order)]
     seen: dict[int, list[Outputs]] = {0: [], 1: []}
 
@@ -124,7 +115,7 @@ def test_an_open_version_is_a_race_that_the_cpu_device_sees(plans: PlanSet) -> N
         ]
         opened.append(replace(plan, ranks=tuple(ranks)))
     found = replace(plans, plans=tuple(opened))
-    order = walk(plans, 30, 1)
+    order = walk_order(plans, 30, 1)
 
     def loop(rank: int) -> Generator[StepOf, Outputs, None]:
         for number, (variant, bucket) in enumerate(order):
@@ -241,6 +232,7 @@ def test_one_version_is_wanted() -> None:
 
 
 def test_cache_lets_the_least_recently_used_go() -> None:
+    """CASES 22."""
     cache = ReplayCache("abcd", [40, 30, 20, 200], 100)
     assert [cache.use(number) for number in (0, 1, 2, 0)] == [(True, ()), (True, ()), (True, ()), (False, ())]
     assert cache.use(3) == (True, (1, 2, 0))  # larger than the budget: alone
@@ -318,5 +310,29 @@ def test_requests_take_the_bucket_of_their_sizes(plans: PlanSet) -> None:
 def test_a_miss_tells_its_reason_and_its_cost(
     plans: PlanSet, sizes: dict[str, int], pad: list[str], reason: str
 ) -> None:
+    """CASES 23."""
     with pytest.raises(BucketMissError, match=reason):
         match(plans, sizes, pad)
+
+
+# The shipped sets
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_shipped_sets_are_proven_at_their_true_size(name: str) -> None:
+    plans = sets_of(PLANS / f"{name}.yaml")
+    proof = prove_set(plans.versions(), plans.follows())
+    assert proof.ok
+    assert plans.arena_bytes == plans.plans[0].arena_lower_bound
+
+
+def sets_of(path: Path) -> PlanSet:
+    return compile_set(load_schedule(path))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", SETS)
+def test_shipped_sets_give_what_the_unsharded_models_give(name: str, ranks: int) -> None:
+    report = walk(small_set(name, mesh__ulysses=str(ranks), model__dtype="float32"), 24, 2, "cpu")
+    assert report is not None
+    assert report.ok, report

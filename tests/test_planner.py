@@ -14,14 +14,15 @@ from stepgraph.planner.compile import compile_schedule
 from stepgraph.planner.diagnostics import ScheduleError
 from stepgraph.planner.expand import expand
 from stepgraph.planner.memory import allocate
-from stepgraph.planner.plan import Plan, Record, Region, Reset, Run, Send, Signal, Wait, WaitEvent, dumps, loads
+from stepgraph.planner.plan import DType, Plan, Record, Region, Reset, Run, Send, Signal, Wait, WaitEvent, dumps, loads
 from stepgraph.planner.schedule import Schedule, load_schedule, read_schedule
 from stepgraph.planner.shares import balanced, head_shares
 from stepgraph.planner.streams import StreamPlan, order
 from stepgraph.planner.timeline import estimate
 
+from support.sizes import SHIPPED, small_schedule
+
 PLANS = Path(__file__).parents[1] / "plans"
-SHIPPED = sorted(path.stem for path in PLANS.glob("*.yaml"))
 SMALL = (("model.layers", "2"), ("model.hidden", "64"), ("model.head_dim", "16"), ("model.ffn", "128"))
 
 
@@ -248,3 +249,25 @@ def test_sending_v_first_is_predicted_to_beat_the_serial_baseline() -> None:
         estimate(compile_schedule(shipped("nccl_baseline_u4"))),
     )
     assert first.exposed_seconds < serial.exposed_seconds
+
+
+def test_a_concat_of_tables_keeps_their_dtype() -> None:
+    """In a bfloat16 model a joint table of angles stays float32, as the two that it joins."""
+    plan = compile_schedule(small_schedule("flux_1024_u4"))
+    buffers = {buffer.name: buffer.dtype for buffer in plan.ranks[0].buffers}
+    assert {buffers["rope_img"], buffers["rope_txt"], buffers["rope"]} == {DType.FLOAT32}
+    assert buffers["x"] is DType.BFLOAT16
+
+
+def test_sizes_of_the_authors_own() -> None:
+    """For shapes and repeats; set like any other; a name that is taken, or that nobody gave, is refused."""
+    text = shipped("flux_1024_u4").tree.text
+    schedule = small_schedule("flux_1024_u4", sizes__dual_layers="3", sizes__single_layers="1")
+    layers = {op.layer: op.name.split(".")[0] for op in compile_schedule(schedule).ops if op.layer is not None}
+    assert [layers[number] for number in range(4)] == ["dual", "dual", "dual", "single"]
+    with pytest.raises(ScheduleError, match="E211: 'hidden' is already the name of a size"):
+        expand(read_schedule(text.replace("text_dim: 4096", "hidden: 4096"), "s.yaml"))
+    with pytest.raises(ScheduleError, match="E211: 'img' is already the name of a size"):
+        expand(read_schedule(text.replace("text_dim: 4096", "img: 4096, text_dim: 4096"), "s.yaml"))
+    with pytest.raises(ScheduleError, match=r"E211: no size is called 'dual_layer'(.|\n)*did you mean 'dual_layers'"):
+        read_schedule(text.replace("repeat: dual_layers", "repeat: dual_layer"), "s.yaml")

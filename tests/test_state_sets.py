@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels.unsharded import Unsharded
-from stepgraph.planner.compile import compile_set
+from stepgraph.planner.compile import check_schedules, compile_set
 from stepgraph.planner.diagnostics import ScheduleError
 from stepgraph.planner.plan import Reset, Signal, Wait
 from stepgraph.planner.plan_set import PlanSet, dumps, loads
@@ -224,8 +224,12 @@ def test_what_would_overwrite_a_state_of_another_version_is_refused() -> None:
 
 
 def codes(text: str) -> list[str]:
+    """What compiling tells, and checking tells alike."""
     with pytest.raises(ScheduleError) as error:
         compile_set(schedule(text))
+    with pytest.raises(ScheduleError) as checked:
+        check_schedules(schedule(text))
+    assert checked.value.diagnostics == error.value.diagnostics
     return [found.code for found in error.value.diagnostics]
 
 
@@ -243,7 +247,7 @@ def test_a_state_lies_at_one_place() -> None:
     plan = plans.plans[0]
     moved = replace(plan.targets[0], offset=plan.targets[1].offset)
     other = replace(plans, plans=(replace(plan, targets=(moved, *plan.targets[1:])), *plans.plans[1:]))
-    with pytest.raises(Exception, match="lies at two places"):
+    with pytest.raises(Exception, match="has two shapes or places"):
         loads(dumps(other))
 
 

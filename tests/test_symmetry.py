@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from stepgraph.planner.plan import Plan, Record, Region, Send, Wait, WaitEvent
+from stepgraph.planner.plan import Plan, Record, Region, Run, Send, Wait, WaitEvent
 from stepgraph.planner.verify import proof
 from stepgraph.planner.verify.proof import prove
 from stepgraph.planner.verify.symmetry import reduction_of, whole
@@ -95,6 +95,32 @@ def test_a_region_that_is_elsewhere_on_rank_3_only() -> None:
     changed = with_program(plan, 3, items)
     assert prove(changed).ranks == (0, 1, 2, 3)
     assert not prove(changed).ok
+
+
+def test_a_view_that_is_smaller_on_rank_3_only() -> None:
+    """What is written there is less than what is read, though the same regions meet."""
+    plan = even()
+    program = plan.ranks[3]
+    item = next(item for item in program.instructions if isinstance(item, Run) and plan.ops[item.op].kind == "norm")
+    (number,) = item.outputs
+    readers = {v for i in program.instructions if isinstance(i, Run) for v in i.inputs}
+    view = program.views[number]
+    smaller = replace(view, region=replace(view.region, rows=view.region.rows - 1), shape=())
+    views = list(program.views)
+    views[number] = replace(view, region=smaller.region)
+    if number in readers:  # reads see the whole as before
+        views.append(view)
+        items = [
+            replace(i, inputs=tuple(len(views) - 1 if v == number else v for v in i.inputs))
+            if isinstance(i, Run)
+            else i
+            for i in program.instructions
+        ]
+    ranks = list(plan.ranks)
+    ranks[3] = replace(program, views=tuple(views), instructions=tuple(items))
+    changed = replace(plan, ranks=tuple(ranks))
+    assert prove(changed).ranks == (0, 1, 2, 3)
+    assert "E307" in {finding.code for finding in prove(changed).findings}
 
 
 def test_a_word_that_is_another_one_on_rank_3_only() -> None:

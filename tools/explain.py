@@ -51,23 +51,23 @@ class Topic:
 
 def topics() -> dict[str, Topic]:
     """Everything that can be explained, by its name in lower case."""
-    from stepgraph.planner import ops, schedule
+    from stepgraph.planner import document, ops
     from stepgraph.planner.manual import CODES
 
     found = {code.lower(): Topic(code, entry.title, entry.text, entry.cure) for code, entry in CODES.items()}
     sections: dict[str, type[BaseModel]] = {
-        "schedule": schedule.Document,
-        "model": schedule.ModelSizes,
-        "shape": schedule.ShapeSizes,
-        "inputs": schedule.InputSpec,
-        "state": schedule.StateSpec,
-        "defaults": schedule.Defaults,
+        "schedule": document.Document,
+        "model": document.ModelSizes,
+        "shape": document.ShapeSizes,
+        "inputs": document.InputSpec,
+        "state": document.StateSpec,
+        "defaults": document.Defaults,
     }
     for name, model in sections.items():
         found[name] = Topic(name, (model.__doc__ or "").strip(), fields=_fields(model))
     for kind, op in ops.OP_KINDS.items():
         found[kind] = Topic(kind, op.summary, stream=op.runs_on, fields=_fields(op))
-    for name in ("layers", "each", "do"):
+    for name in ("layers", "each", "chunks", "do"):
         found[name] = Topic(name, ops.Entry.model_fields[name].description or "")
     for name, topic in list(found.items()):
         for part, text in topic.fields.items():

@@ -11,7 +11,7 @@ from stepgraph.tools.output import emit_json, format_option
 @format_option
 def command(style: str) -> int:  # both styles are JSON: the schema is data
     """Print the JSON Schema of schedules, for editors."""
-    from stepgraph.planner.schedule import json_schema
+    from stepgraph.planner.document import json_schema
 
     emit_json(json_schema())
     return 0

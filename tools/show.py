@@ -19,7 +19,8 @@ def describe(plan: Plan, rank: int, item: Instruction) -> str:
     program = plan.ranks[rank]
 
     def op(index: int) -> str:
-        return plan.ops[index].name.split(".", 1)[-1]
+        op = plan.ops[index]
+        return f"{op.name.split('.', 1)[-1]} {op.part}".rstrip()
 
     match item:
         case p.Run():

@@ -10,12 +10,25 @@ from stepgraph.planner.plan import Collective, Plan, Region, Run, Send
 from stepgraph.planner.verify.findings import place_of_op
 
 
+def _first_chunks(plan: Plan) -> list[int]:
+    """For each op, the first one that is another chunk of the same; itself where it is whole."""
+    found: list[int] = []
+    seen: dict[tuple[object, ...], int] = {}
+    for number, op in enumerate(plan.ops):
+        options = dict(op.options)
+        whole = options.pop("chunk", None) is None
+        key = (op.kind, op.name, op.layer, *sorted(options.items()))
+        found.append(number if whole else seen.setdefault(key, number))
+    return found
+
+
 def coverage(plan: Plan) -> Iterator[Diagnostic]:
     """E307 for an op that nobody carries out, and for a target that an op's sends fill in part; of a state, from the
     op's row `at` on, as many rows as are sent."""
     done = {exchange.op for exchange in plan.exchanges}
     sent: dict[tuple[int, int], dict[int, list[Region]]] = defaultdict(lambda: defaultdict(list))
-    """(op, target) -> what each rank is sent."""
+    """(op, target) -> what each rank is sent. Chunks of one op fill a target together."""
+    first_chunk = _first_chunks(plan)
     handshake: dict[tuple[int, int], int] = {}
     rows: dict[int, dict[int, int]] = defaultdict(dict)
     """Op -> rows that each rank sends."""
@@ -24,8 +37,9 @@ def coverage(plan: Plan) -> Iterator[Diagnostic]:
             if isinstance(item, Run | Send | Collective):
                 done.add(item.op)
             if isinstance(item, Send):
-                sent[item.op, item.target][item.peer].append(item.region)
-                handshake[item.op, item.target] = plan.exchanges[item.exchange].op
+                filled = first_chunk[item.op], item.target
+                sent[filled][item.peer].append(item.region)
+                handshake[filled] = plan.exchanges[item.exchange].op
                 rows[item.op][sender] = program.views[item.source].region.rows
     for number, op in enumerate(plan.ops):
         if number not in done and op.outputs and op.kind != "load":  # which names no op

@@ -57,8 +57,7 @@ def name(plan: Plan, step: Step, when: str | None = None) -> str:
     what: str = item.do
     if op is not None:
         found = plan.ops[op]
-        layer = "" if found.layer is None else f"[{found.layer}]"
-        what = f"{item.do} {found.name}{layer}, line {found.line}"
+        what = f"{item.do} {found.label}, line {found.line}"
     where = f"rank {step.rank}, stream {plan.streams[item.stream]}, instruction {step.number}"
     return f"{what} ({where}, {when or f'replay {step.replay}'})"
 

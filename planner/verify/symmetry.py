@@ -3,13 +3,15 @@ flags decide for all that it is rotated to.
 
 A rotation takes the instruction at one place of a rank's program to the one at the same place of the next rank's. It
 keeps the order if streams, events, exchanges, groups and flag words go with it, each to one of its own. It keeps what
-accesses meet if buffers are the same on both ranks, and regions of a buffer go to regions that meet alike: a block of
-rows to another one. Where targets share bytes of the arena, other blocks meet other blocks after a rotation:
-such targets are looked at on every rank. In doubt a rotation is refused, and every rank is looked at.
+accesses meet, and what they cover, if buffers are the same on both ranks and the regions of a buffer go to regions that
+lie to each other alike: a block of rows to another one. Where targets share bytes of the arena, other blocks meet other
+blocks after a rotation: such targets are looked at on every rank. In doubt a rotation is refused, and every rank is
+looked at.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -125,7 +127,7 @@ class _Rotation:
         for (owner, buffer), pairs in self.pairs.items():
             size = plan.ranks[owner].buffers[buffer]
             dropped = Region(0, size.rows, 0, size.cols)
-            _need(_meet_alike(frozenset(pairs | {(dropped, dropped)})))
+            _need(_lie_alike(frozenset(pairs | {(dropped, dropped)})))
 
     def instruction(self, rank: int, one: Instruction, two: Instruction) -> None:
         if type(one) is not type(two) or one.stream != two.stream:
@@ -188,19 +190,27 @@ class _Rotation:
 
 
 @cache
-def _meet_alike(pairs: frozenset[tuple[Region, Region]]) -> bool:
-    """Whether regions go to regions one to one, and any two of them meet where the other two do."""
-    one_to_one = len({one for one, _ in pairs}) == len(pairs) == len({two for _, two in pairs})
-    return one_to_one and all(
-        _meet(one, other) == _meet(two, another) for (one, two), (other, another) in combinations(pairs, 2)
-    )
+def _lie_alike(pairs: frozenset[tuple[Region, Region]]) -> bool:
+    """Whether regions go to regions such that whatever elements some of them share, and no others have, the others
+    share as many: then they meet alike, and cover alike what others read."""
+    order = sorted(pairs, key=str)
+    return _areas([one for one, _ in order]) == _areas([two for _, two in order])
 
 
-def _meet(one: Region, two: Region) -> bool:
-    if not (one.rows and one.cols and two.rows and two.cols):
-        return False
-    rows = one.row < two.row + two.rows and two.row < one.row + one.rows
-    return rows and one.col < two.col + two.cols and two.col < one.col + one.cols
+def _areas(regions: Sequence[Region]) -> dict[tuple[int, ...], int]:
+    """For every set of regions, by their numbers: the elements of a batch that all of them have, and no other."""
+    rows = sorted({edge for r in regions for edge in (r.row, r.row + r.rows)})
+    cols = sorted({edge for r in regions for edge in (r.col, r.col + r.cols)})
+    row_at, col_at = ({edge: index for index, edge in enumerate(edges)} for edges in (rows, cols))
+    touching: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, r in enumerate(regions):
+        for row in range(row_at[r.row], row_at[r.row + r.rows]):
+            for col in range(col_at[r.col], col_at[r.col + r.cols]):
+                touching[row, col].append(number)
+    found: dict[tuple[int, ...], int] = defaultdict(int)
+    for (row, col), numbers in touching.items():
+        found[tuple(numbers)] += (rows[row + 1] - rows[row]) * (cols[col + 1] - cols[col])
+    return dict(found)
 
 
 def _keeps(plan: Plan, to: Sequence[int]) -> bool:

@@ -1,7 +1,8 @@
 """stepgraph: schedules of diffusion transformers, compiled to proven multi-GPU plans and replayed.
 
-``compile`` and ``load`` give a plan; ``Session`` runs one inside a denoising loop. Importing the package imports no
-torch; the first use of ``Session`` or ``sigma_pairs`` does.
+``compile`` and ``load`` give a plan; ``Session`` runs one inside a denoising loop; ``bind`` makes its stages of a
+user's module, and ``wrap`` puts a plan in the place of a pipeline's model. Importing the package imports no torch; the
+first use of what runs does.
 """
 
 from __future__ import annotations
@@ -17,21 +18,38 @@ from stepgraph.planner.plan_set import PlanSet
 
 if TYPE_CHECKING:
     from stepgraph.planner.schedule import Schedule
+    from stepgraph.runtime.adapters.binding import Binding
+    from stepgraph.runtime.adapters.family import settings_of
     from stepgraph.runtime.denoise import sigma_pairs
     from stepgraph.runtime.session import Session
+    from stepgraph.runtime.wrap import bind, wrap
 
 __all__ = [
+    "Binding",
     "Plan",
     "PlanSet",
     "Session",
     "StepgraphError",
+    "bind",
     "compile",
     "compile_set",
     "load",
     "load_set",
     "match",
+    "settings_of",
     "sigma_pairs",
+    "wrap",
 ]
+
+_FILES = {
+    "Binding": "adapters.binding",
+    "Session": "session",
+    "bind": "wrap",
+    "settings_of": "adapters.family",
+    "sigma_pairs": "denoise",
+    "wrap": "wrap",
+}
+"""Where in ``runtime`` each of what imports torch stands."""
 Overrides = Mapping[str, str | int | float | bool]
 
 
@@ -84,12 +102,8 @@ def load_set(path: str | Path) -> PlanSet:
 
 
 def __getattr__(name: str) -> object:
-    if name == "Session":
-        from stepgraph.runtime.session import Session
+    if name not in _FILES:
+        raise AttributeError(f"module 'stepgraph' has no attribute '{name}'")
+    from importlib import import_module
 
-        return Session
-    if name == "sigma_pairs":
-        from stepgraph.runtime.denoise import sigma_pairs
-
-        return sigma_pairs
-    raise AttributeError(f"module 'stepgraph' has no attribute '{name}'")
+    return getattr(import_module(f"stepgraph.runtime.{_FILES[name]}"), name)

@@ -51,6 +51,7 @@ class _Block:
 
     def __init__(self, draw: st.DrawFn, axes: Axes) -> None:
         self.draw, self.axes, self.lines = draw, axes, list[str]()
+        self.chunked = False
         self.states: list[str] = []
         self.stateful = False
 
@@ -89,7 +90,7 @@ class _Block:
         for name, following in pairwise([*order, ""]):
             if rotated and name != "v":
                 self.add(f"norm_rope: {{name: rope_{name}, in: {name}, rope: rope}}")
-            closes = not following or self.yes()
+            closes = not following or (not self.chunked and self.yes())
             fields = f", buffers: {self.one_of('1', '2')}" if self.draw(st.integers(0, 3)) == 0 else ""
             if self.stateful and name != "q":
                 fields = f", into: {name}cache, at: past"
@@ -101,11 +102,16 @@ class _Block:
     def attention(self) -> None:
         self.add("norm: {in: x, out: h}")
         order = self.projections()
-        if self.stateful or self.yes():
+        self.chunked = not self.stateful and self.draw(st.integers(0, 4)) == 0
+        if self.stateful or self.chunked or self.yes():
+            before = len(self.lines)
             self.sends(order)
             caches = "kcache, vcache" if self.stateful else "k, v"
             self.add(f"attention: {{in: [q, {caches}], out: o}}")
             self.add(f"gather: {{in: o{self.exchange()}}}")
+            if self.chunked:
+                inner = [f"    {line}" for line in self.lines[before:]]
+                self.lines[before:] = ["    - chunks: {heads: 2}", "      do:", *inner]
         else:
             together = self.yes()
             for number, name in enumerate(["[k, v]"] if together else ["k", "v"]):
@@ -151,7 +157,7 @@ def schedules(draw: st.DrawFn, axes_of: Sequence[Axes] = ANY, stateful: bool = F
         block.mlp()
     text = "\n".join(block.lines)
     rotated = "rope: rope" in text
-    heads = axes.tensor * (axes.ulysses + draw(st.integers(0, 1)))
+    heads = axes.tensor * (axes.ulysses * (2 if block.chunked else 1) + draw(st.integers(0, 1)))
     seq = draw(st.integers(axes.ulysses - 1, axes.ulysses + 2)) or 1
     past, behind = draw(st.integers(0, 2)), draw(st.integers(0, 1))
     return HEAD.format(

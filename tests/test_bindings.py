@@ -1,0 +1,158 @@
+"""Bindings of modules of the user's own: the page about them, and what is checked. Needs no diffusers."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stepgraph
+from stepgraph.planner.diagnostics import StepgraphError
+from stepgraph.runtime.bindings import Described
+from stepgraph.runtime.inputs import random_inputs
+
+PAGE = (Path(__file__).parents[1] / "docs" / "bindings.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, Any]:
+    """What the page's own code defines, having run it."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    assert len(code.splitlines()) < 100
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names
+
+
+def test_the_page_equals_its_model_on_every_count_of_ranks(page: dict[str, Any]) -> None:
+    for ranks in (1, 2, 8):
+        plan = stepgraph.compile("quickstart", {"mesh.ulysses": ranks, "shape.seq": 13})
+        inputs = random_inputs(plan, ranks)
+        bound = stepgraph.bind(page["model"], plan, page["BINDING"])
+        with torch.no_grad(), stepgraph.Session(plan, device="cpu", stages=bound, seed=ranks) as session:
+            noise = session.capture()(**inputs)
+            assert session.report.ok
+            torch.testing.assert_close(noise, page["model"](**inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_the_modules_own_and_are_named(page: dict[str, Any]) -> None:
+    """What is watched (E609) is what the module has, and a step uses what its tensors hold now."""
+    plan = stepgraph.compile("quickstart", {"shape.seq": 13})
+    model = page["Model"](layers=2)
+    bound = stepgraph.bind(model, plan, page["BINDING"])
+    assert {name: p.data_ptr() for name, p in bound.named_parameters()} == {
+        name: p.data_ptr() for name, p in model.named_parameters()
+    }
+    inputs = random_inputs(plan, 0)
+    with torch.no_grad(), stepgraph.Session(plan, device="cpu", stages=bound) as session:
+        step = session.capture()
+        before = step(**inputs)
+        model.head.weight.mul_(2)
+        model.head.bias.mul_(2)
+        torch.testing.assert_close(step(**inputs), 2 * before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"model.layers": 3}, "the number of layers of 'self_attention'"),
+        ({"model.hidden": 72}, "model.hidden differs between the schedule and the module"),
+        ({"model.dtype": "float64"}, "float64, in the schedule quickstart"),
+    ],
+)
+def test_mismatches_are_told_with_their_place(page: dict[str, Any], settings: dict[str, Any], told: str) -> None:
+    plan = stepgraph.compile("quickstart", settings)
+    with pytest.raises(StepgraphError, match="E620") as error:
+        stepgraph.bind(page["model"], plan, page["BINDING"])
+    assert told in str(error.value)
+    assert "in the module, a Model" in str(error.value)
+    assert "quickstart.yaml" in str(error.value) or "--set" in str(error.value)
+    assert len(error.value.diagnostics) == 1
+
+
+def test_tensor_parallel_schedules_are_refused(page: dict[str, Any]) -> None:
+    plan = stepgraph.compile("minimax_h3_tp2_u2", {"model.layers": 2})
+    with pytest.raises(StepgraphError, match="E620") as error:
+        stepgraph.bind(page["model"], plan, page["BINDING"])
+    assert "has whole weights, and the schedule cuts them over `tensor`" in str(error.value)
+
+
+def test_a_stage_that_makes_something_else_is_told(page: dict[str, Any]) -> None:
+    plan = stepgraph.compile("quickstart", {"shape.seq": 13})
+    binding = page["BINDING"]
+    for name, wrong, told in (
+        ("self_attention.norm_rope", lambda layer, q, k, rope: q, "argument 2"),
+        ("self_attention.qkv", lambda layer, h: layer.qkv(h)[..., :-1], "E610: .* gives what its op does not make"),
+    ):
+        stages = {**binding.stages, name: wrong}
+        changed = stepgraph.Binding(binding.name, binding.blocks, stages, binding.sizes)
+        bound = stepgraph.bind(page["model"], plan, changed)
+        with (
+            stepgraph.Session(plan, device="cpu", stages=bound) as session,
+            pytest.raises(StepgraphError, match="E610") as error,
+        ):
+            session.capture()(**random_inputs(plan, 0))
+        assert re.search(told, str(error.value)), str(error.value)
+
+
+# Compiled stages (CASES 33)
+
+
+@pytest.fixture
+def bf16(page: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
+    plan = stepgraph.compile("quickstart", {"shape.seq": 13, "model.dtype": "bfloat16", "mesh.ulysses": 2})
+    return page["Model"](layers=2).bfloat16(), plan
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
+def test_a_compiled_stage_gives_its_own_numbers(page: dict[str, Any]) -> None:
+    plan = stepgraph.compile("quickstart", {"shape.seq": 13, "mesh.ulysses": 2})
+    inputs = random_inputs(plan, 0)
+    found = []
+    for compiled in ((), ("self_attention.residual",)):
+        bound = stepgraph.bind(page["model"], plan, page["BINDING"], compiled)
+        with torch.no_grad(), stepgraph.Session(plan, device="cpu", stages=bound) as session:
+            found.append(session.capture()(**inputs))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_stage_with_other_numbers_is_refused(
+    page: dict[str, Any], bf16: tuple[torch.nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the compiler that is wrong in the second layer only."""
+    model: Any
+    model, plan = bf16
+    seen: list[object] = []
+
+    def compiler(function: Any, **options: object) -> Any:
+        def wrong(module: Any, *tensors: torch.Tensor) -> torch.Tensor:
+            seen.append(module)
+            result: torch.Tensor = function(module, *tensors)
+            return 1.1 * result if module is model.layers[1] else result
+
+        return wrong
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    bound = stepgraph.bind(model, plan, page["BINDING"], ["self_attention.norm2"])
+    with pytest.raises(StepgraphError, match=r"E623: the compiled stage of self_attention.norm2\[1\]") as error:
+        stepgraph.Session(plan, device="cpu", stages=bound)
+    assert model.layers[0] in seen
+    assert "from the stage itself" in str(error.value)
+
+
+def test_ranks_with_other_compiled_stages_are_told_apart(
+    page: dict[str, Any], bf16: tuple[torch.nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a group compares before it makes anything (E607) differs."""
+    model, plan = bf16
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    bound = [
+        stepgraph.bind(model, plan, page["BINDING"], names)
+        for names in ((), ("self_attention.norm2",), ("self_attention.norm",))
+    ]
+    assert all(isinstance(one, Described) for one in bound)
+    assert len({one.description() for one in bound}) == 3
+    with pytest.raises(StepgraphError, match=r"E620: no stage to compile is called self_attention.norm3"):
+        stepgraph.bind(model, plan, page["BINDING"], ["self_attention.norm3"])
