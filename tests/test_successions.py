@@ -222,7 +222,7 @@ def test_epochs_are_of_one_handshake() -> None:
 
 def test_what_is_wrong_with_one_plan_alone_is_told_once() -> None:
     proof = prove_set({"a": barriers([0]), "b": barriers([2, 4])}, EVERY)
-    assert [found.code for found in proof.alone["a"].findings] == ["E405"] * 2
+    assert [found.code for found in proof.alone["a"].findings] == ["E405"]  # of rank 0; the other is like it
     assert proof.alone["b"].ok
     assert proof.successions == ()
     assert not proof.ok
@@ -282,4 +282,4 @@ def test_many_random_sets_are_judged_as_all_pairs_do(
 ) -> None:
     found = outcomes_of(family, count, length)
     print(f"\n{dict(found.outcomes)} {dict(found.codes)}")
-    assert found.outcomes["refused"] > count / 20
+    assert found.outcomes["refused"] > count / 30

@@ -3,9 +3,10 @@ flags decide for all that it is rotated to.
 
 A rotation takes the instruction at one place of a rank's program to the one at the same place of the next rank's. It
 keeps the order if streams, events, exchanges, groups and flag words go with it, each to one of its own. It keeps what
-accesses meet, and what they cover, if buffers are the same on both ranks and the regions of a buffer go to regions that lie
-to each other alike: a block of rows to another one. Where targets share bytes of the arena, other blocks meet other blocks after a rotation:
-such targets are looked at on every rank. In doubt a rotation is refused, and every rank is looked at.
+accesses meet, and what they cover, if buffers are the same on both ranks and the regions of a buffer go to regions that
+lie to each other alike: a block of rows to another one. Where targets share bytes of the arena, other blocks meet other
+blocks after a rotation: such targets are looked at on every rank. In doubt a rotation is refused, and every rank is
+looked at.
 """
 
 from __future__ import annotations
