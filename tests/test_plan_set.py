@@ -23,6 +23,7 @@ from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.session import Outputs, Session, StepOf
 from stepgraph.runtime.simulate import schedule_of
 from stepgraph.runtime.walk import walk, walk_order
+from stepgraph.tools.cli import run
 
 from support.sizes import PLANS, SETS, small_set
 
@@ -274,6 +275,18 @@ def test_commands_take_a_set(tmp_path: Path) -> None:
         assert command(name, *files, "--variant", "update", "--bucket", "tiny")[0] == 0
     assert command("compare", source, "--bucket", "tiny", "--device", "cpu")[1]["ok"]
     assert [row["version"] for row in command("check", source)[1]["versions"]][:2] == ["full/tiny", "full/small"]
+
+
+def test_options_that_would_be_ignored_are_refused() -> None:
+    source = str(Path(__file__).parent / "data" / "variants.yaml")
+    for arguments in (
+        ["run", source, "--bucket", "tiny", "--graph-bytes", "1"],
+        ["run", source, "--solo", "--device", "cpu"],
+        ["verify", source, "--mutate", "1"],
+    ):
+        assert run(arguments) == 2, arguments
+    for arguments in (["verify", source, "--variant", "no"], ["show", source, "--bucket", "no"]):
+        assert run(arguments) == PlanError.exit_code, arguments
 
 
 def test_run_walks_through_a_set(tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ def command(
         if solo or eager or interleave:
             raise click.UsageError("--solo, --eager and --interleave take one version: choose with --variant, --bucket")
         return _walk(plans, steps, seed, device, graph_bytes, style)
+    if graph_bytes is not None:
+        raise click.UsageError("--graph-bytes is for a walk through several versions; this runs one")
     plan = plans.plan(variant, bucket)
     from stepgraph.runtime.session import cuda_lacks
 
