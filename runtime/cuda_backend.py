@@ -283,6 +283,8 @@ class CudaBackend:
             for other in evicted:
                 self.steps[other].evict()
             group.together("capturing the step", step.capture)
+            gone = ", ".join(version_of(self.plans[other]) for other in evicted) or "none"
+            log.info("captured %s in the loop; let go: %s", version_of(step.plan), gone)
         return step
 
     def reset_state(self) -> None:
