@@ -266,7 +266,7 @@ def test_random_sets_by_hand_are_judged_as_all_pairs_do() -> None:
 
 
 def test_random_sets_of_schedules_are_judged_as_all_pairs_do() -> None:
-    found = outcomes_of(sets_of_schedules(), 20, 3)
+    found = outcomes_of(sets_of_schedules(), 32, 3)
     assert found.outcomes["refused"] > 1
     assert found.outcomes["proven, several words"] > 4
 

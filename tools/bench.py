@@ -25,7 +25,7 @@ def _sizes(text: str) -> list[int]:
 
 @command.command("proof")
 @click.option("--layers", default="60,120,240,480,960", help="Depths, at 8 ranks; the first is what others relate to.")
-@click.option("--ranks", default="2,4,8,16", help="Numbers of ranks, at the first depth.")
+@click.option("--ranks", default="2,4,8,16,32,64", help="Numbers of ranks, at the first depth.")
 @format_option
 def proof(layers: str, ranks: str, style: str) -> int:
     """Time the proof of a plan against its layers and its ranks."""

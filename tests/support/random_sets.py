@@ -85,13 +85,15 @@ def sets_by_hand(draw: st.DrawFn) -> tuple[dict[str, Plan], Follows]:
 
 @st.composite
 def sets_of_schedules(draw: st.DrawFn) -> tuple[dict[str, Plan], Follows]:
-    """Two or three plans that the planner has made of different schedules, moved in the arena."""
+    """Two or three plans that the planner has made of different schedules, moved in the arena; some so that no plan has
+    its targets where another one has."""
     axes = draw(st.sampled_from(SMALL))
     drawn = [compiled(draw(schedules((axes,)))) for _ in range(draw(st.integers(2, 3)))]
     plans = [plan for plan in drawn if plan is not None]
+    apart = draw(st.sampled_from([0, 1 << 20]))
     found = []
     for plan in share_memory(plans) if plans and draw(st.integers(0, 3)) else plans:
-        shift = ALIGNMENT * draw(st.integers(0, 3))
+        shift = apart * len(found) + ALIGNMENT * draw(st.integers(0, 3))
         found.append(placed(plan, {n: shift + target.offset for n, target in enumerate(plan.targets)}))
     return _sound(found), draw(_follows(len(found)))
 
