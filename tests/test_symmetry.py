@@ -8,7 +8,7 @@ import pytest
 from stepgraph.planner.plan import Plan, Record, Region, Run, Send, Wait, WaitEvent
 from stepgraph.planner.verify import proof
 from stepgraph.planner.verify.proof import prove
-from stepgraph.planner.verify.symmetry import reduction_of, whole
+from stepgraph.planner.verify.symmetry import Reduction, reduction_of
 from stepgraph.runtime.mutate import mutants, with_program
 
 from support.sizes import small_plan
@@ -21,6 +21,11 @@ def even(name: str = "quickstart", **more: str) -> Plan:
     if name == "flux_1024_u4":  # targets of two kinds of layers share bytes
         return small_plan(name, model__heads="8", shape__seq__img="16", shape__seq__txt="8", **more)
     return small_plan(name, **{**(TENSOR if "tp2" in name else EVEN), **more})
+
+
+def whole(plan: Plan) -> Reduction:
+    """Every rank."""
+    return Reduction(frozenset(range(plan.world_size)), frozenset())
 
 
 def in_full(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> set[str]:

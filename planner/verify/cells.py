@@ -56,6 +56,16 @@ def _split(regions: tuple[Region, ...]) -> tuple[list[list[Region]], list[list[i
     """The cells of one buffer, each some rectangles, and for each region the cells that it is made of."""
     if len(regions) == 1:
         return [[regions[0]]], [[0]]
+    parts = parts_of(regions)
+    touched: list[list[int]] = [[] for _ in regions]
+    for cell, members in enumerate(parts):
+        for number in members:
+            touched[number].append(cell)
+    return list(parts.values()), touched
+
+
+def parts_of(regions: Sequence[Region]) -> Mapping[tuple[int, ...], list[Region]]:
+    """For every set of regions, by their numbers: the rectangles that all of them have, and no other."""
     rows = sorted({edge for r in regions for edge in (r.row, r.row + r.rows)})
     cols = sorted({edge for r in regions for edge in (r.col, r.col + r.cols)})
     row_at, col_at = ({edge: index for index, edge in enumerate(edges)} for edges in (rows, cols))
@@ -68,11 +78,7 @@ def _split(regions: tuple[Region, ...]) -> tuple[list[list[Region]], list[list[i
     for (row, col), numbers in touching.items():
         box = Region(rows[row], rows[row + 1] - rows[row], cols[col], cols[col + 1] - cols[col])
         parts[tuple(numbers)].append(box)
-    touched: list[list[int]] = [[] for _ in regions]
-    for cell, members in enumerate(parts):
-        for number in members:
-            touched[number].append(cell)
-    return list(parts.values()), touched
+    return parts
 
 
 def _overlaps(

@@ -11,7 +11,6 @@ looked at.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +34,7 @@ from stepgraph.planner.plan import (
     Wait,
     WaitEvent,
 )
+from stepgraph.planner.verify.cells import parts_of
 
 Pairs = dict[tuple[int, int], set[tuple[Region, Region]]]
 """By owner and buffer: regions, and where a rotation takes them."""
@@ -52,11 +52,6 @@ class Reduction:
     def asks(self, owner: int, buffer: int) -> bool:
         """Whether accesses to a buffer of a rank are looked at."""
         return owner in self.ranks or buffer in self.everywhere
-
-
-def whole(plan: Plan) -> Reduction:
-    """Every rank."""
-    return Reduction(frozenset(range(plan.world_size)), frozenset())
 
 
 def reduction_of(plan: Plan) -> Reduction:
@@ -199,18 +194,7 @@ def _lie_alike(pairs: frozenset[tuple[Region, Region]]) -> bool:
 
 def _areas(regions: Sequence[Region]) -> dict[tuple[int, ...], int]:
     """For every set of regions, by their numbers: the elements of a batch that all of them have, and no other."""
-    rows = sorted({edge for r in regions for edge in (r.row, r.row + r.rows)})
-    cols = sorted({edge for r in regions for edge in (r.col, r.col + r.cols)})
-    row_at, col_at = ({edge: index for index, edge in enumerate(edges)} for edges in (rows, cols))
-    touching: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, r in enumerate(regions):
-        for row in range(row_at[r.row], row_at[r.row + r.rows]):
-            for col in range(col_at[r.col], col_at[r.col + r.cols]):
-                touching[row, col].append(number)
-    found: dict[tuple[int, ...], int] = defaultdict(int)
-    for (row, col), numbers in touching.items():
-        found[tuple(numbers)] += (rows[row + 1] - rows[row]) * (cols[col + 1] - cols[col])
-    return dict(found)
+    return {numbers: sum(box.rows * box.cols for box in boxes) for numbers, boxes in parts_of(regions).items()}
 
 
 def _keeps(plan: Plan, to: Sequence[int]) -> bool:
