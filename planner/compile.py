@@ -19,7 +19,7 @@ from stepgraph.planner.opgraph import OpGraph, verify_opgraph
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.plan_set import BucketSizes, PlanSet, VariantRule, share_memory
-from stepgraph.planner.schedule import Schedule, version_name
+from stepgraph.planner.schedule import Schedule
 from stepgraph.planner.streams import order, verify_streams
 
 log = logging.getLogger("stepgraph")
@@ -117,14 +117,14 @@ def compile_schedule(schedule: Schedule) -> Plan:
         ScheduleError: every E2xx of the schedule, E215 where it has versions, every E301, or E305.
     """
     if schedule.variants or schedule.buckets:
-        names = ", ".join(version_name(version) for version in schedule.versions())
+        names = ", ".join(version.version for version in schedule.versions())
         hint = "choose one with --variant and --bucket, or compile all of them to a plan set"
         problem = "the schedule has several versions of its step"
         raise ScheduleError([Diagnostic("E215", problem, None, "one version", names, hint)])
     level: Any = schedule
     folder = os.environ.get("STEPGRAPH_DUMP")
     if folder and schedule.in_set:
-        folder = str(Path(folder) / version_name(schedule).replace("/", "."))
+        folder = str(Path(folder) / schedule.version.replace("/", "."))
     for number, step in enumerate(PASSES, 1):
         started = time.perf_counter()
         level = step.run(level)
@@ -148,7 +148,7 @@ def compile_set(schedule: Schedule, progress: Callable[[str], None] = lambda _: 
     """
 
     def compiled(version: Schedule) -> Plan:
-        progress(f"compiling {version_name(version) or schedule.name}")
+        progress(f"compiling {version.version or schedule.name}")
         return compile_schedule(version)
 
     plans = _of_versions(schedule, compiled)

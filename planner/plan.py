@@ -395,6 +395,15 @@ class Source:
     bucket: str
     """Which sizes it is for; empty where the schedule has no buckets."""
 
+    @property
+    def version(self) -> str:
+        return version_name(self.variant, self.bucket)
+
+
+def version_name(variant: str, bucket: str) -> str:
+    """variant/bucket, or the one of the two that there is; empty where the schedule has one version."""
+    return "/".join(name for name in (variant, bucket) if name)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -129,7 +129,7 @@ def alone(plan: Plan) -> PlanSet:
 
 def version(plan: Plan) -> str:
     """The name of a plan's version in its set; that of the plan where it has one version."""
-    return "/".join(name for name in (plan.source.variant, plan.source.bucket) if name) or plan.name
+    return plan.source.version or plan.name
 
 
 def share_memory(plans: Sequence[Plan]) -> tuple[Plan, ...]:

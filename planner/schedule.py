@@ -19,7 +19,7 @@ from stepgraph.planner.ops import (
     Op,
     Send,
 )
-from stepgraph.planner.plan import Source
+from stepgraph.planner.plan import version_name
 from stepgraph.planner.schema_errors import schema_diagnostics
 from stepgraph.planner.source import Overrides, SourceTree, TreePath, read, read_file
 
@@ -111,6 +111,11 @@ class Schedule:
     """The sizes that buckets give values for."""
 
     @property
+    def version(self) -> str:
+        """The version's name, as in a plan's source."""
+        return version_name(self.variant, self.bucket)
+
+    @property
     def in_set(self) -> bool:
         """Whether this is one version of several that run one after another, in one arena: what it leaves is closed,
         and an input that it does not read may be another's."""
@@ -166,11 +171,6 @@ class Schedule:
             **dict(self.segments),
             **dict(self.own_sizes),
         }
-
-
-def version_name(version: Schedule | Source) -> str:
-    """variant/bucket, or the one of the two that there is; empty where the schedule has one version."""
-    return "/".join(name for name in (version.variant, version.bucket) if name)
 
 
 class _Itemizer:

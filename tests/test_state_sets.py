@@ -13,7 +13,7 @@ from stepgraph.planner.compile import check_schedules, compile_set
 from stepgraph.planner.diagnostics import ScheduleError
 from stepgraph.planner.plan import Reset, Signal, Wait
 from stepgraph.planner.plan_set import PlanSet, dumps, loads
-from stepgraph.planner.schedule import Schedule, read_schedule, version_name
+from stepgraph.planner.schedule import Schedule, read_schedule
 from stepgraph.planner.verify.succession import prove_set
 from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.mutate import with_program
@@ -104,7 +104,7 @@ def succession(plans: PlanSet, length: int, seed: int) -> list[tuple[str, str]]:
 
 def unsharded(source: Schedule, steps: Sequence[tuple[str, str]], inputs: Sequence[dict[str, Tensor]]) -> list[Tensor]:
     """One model of each version, over the same states."""
-    models = {version_name(version): Unsharded(version, 7) for version in source.versions()}
+    models = {version.version: Unsharded(version, 7) for version in source.versions()}
     states = next(iter(models.values())).states
     for model in models.values():
         model.states = states

@@ -14,13 +14,12 @@ from stepgraph.tools.output import emit_json, format_option, read_schedule_file,
 def command(file: str, settings: tuple[str, ...], style: str) -> int:
     """Check a schedule: every error at once, with its place. Plans nothing beyond the targets and proves nothing."""
     from stepgraph.planner.compile import check_schedules
-    from stepgraph.planner.schedule import version_name
 
     schedule = read_schedule_file(file, settings)
     levels = check_schedules(schedule)
     versions = [
         {
-            "version": version_name(level.streams.graph.schedule),
+            "version": level.streams.graph.schedule.version,
             "ranks": level.shares.world_size,
             "ops": len(level.streams.graph.nodes),
             "layers": len({node.layer for node in level.streams.graph.nodes if node.layer is not None}),
