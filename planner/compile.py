@@ -121,13 +121,18 @@ def compile_schedule(schedule: Schedule) -> Plan:
         hint = "choose one with --variant and --bucket, or compile all of them to a plan set"
         problem = "the schedule has several versions of its step"
         raise ScheduleError([Diagnostic("E215", problem, None, "one version", names, hint)])
-    level: Any = schedule
+    return _run(schedule)[1]
+
+
+def _run(schedule: Schedule) -> tuple[OpGraph, Plan]:
+    """All passes over one version: the first level that they make, and the last."""
+    levels: list[Any] = [schedule]
     folder = os.environ.get("STEPGRAPH_DUMP")
     if folder and schedule.in_set:
         folder = str(Path(folder) / schedule.version.replace("/", "."))
     for number, step in enumerate(PASSES, 1):
         started = time.perf_counter()
-        level = step.run(level)
+        level = step.run(levels[-1])
         made = time.perf_counter()
         step.verify(level)
         log.debug(
@@ -136,8 +141,11 @@ def compile_schedule(schedule: Schedule) -> Plan:
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
             (Path(folder) / f"{number:02}_{step.name}.txt").write_text(dump_level(level))
-    assert isinstance(level, Plan)
-    return level
+        levels.append(level)
+    graph, plan = levels[1], levels[-1]
+    assert isinstance(graph, OpGraph)
+    assert isinstance(plan, Plan)
+    return graph, plan
 
 
 def compile_set(schedule: Schedule, progress: Callable[[str], None] = lambda _: None) -> PlanSet:
@@ -147,13 +155,13 @@ def compile_set(schedule: Schedule, progress: Callable[[str], None] = lambda _: 
         ScheduleError: everything that is wrong with any version, each thing once; E202 for an input that none reads.
     """
 
-    def compiled(version: Schedule) -> Plan:
+    def compiled(version: Schedule) -> tuple[OpGraph, Plan]:
         progress(f"compiling {version.version or schedule.name}")
-        return compile_schedule(version)
+        return _run(version)
 
-    plans = _of_versions(schedule, compiled)
+    graphs, plans = zip(*_of_versions(schedule, compiled), strict=True)
     _all_read(schedule, {entry.name for plan in plans for entry in plan.inputs})
-    _check_states(schedule, [expand(version) for version in schedule.versions()])
+    _check_states(schedule, graphs)
     return PlanSet(
         schedule.name,
         tuple(VariantRule(variant.name, variant.after) for variant in schedule.variants),
