@@ -78,9 +78,19 @@ def _worst(errors: Iterable[float]) -> float:
     return float(torch.tensor(list(errors), dtype=torch.float64).max())
 
 
-def _error(seen: list[tuple[Tensor, ...]], exact: list[tuple[Tensor, ...]]) -> float:
+def largest_error(seen: Sequence[tuple[Tensor, ...]], exact: Sequence[tuple[Tensor, ...]]) -> float:
+    """Largest difference of any output of any step; NaN where there is one, 0 where there is no output."""
     pairs = [pair for step in zip(seen, exact, strict=True) for pair in zip(*step, strict=True)]
-    return _worst(float((got.cpu().double() - want.cpu().double()).abs().max()) for got, want in pairs)
+    errors = [float((got.cpu().double() - want.cpu().double()).abs().max()) for got, want in pairs]
+    return _worst(errors) if errors else 0.0
+
+
+def tolerance_of(
+    rounded: Sequence[tuple[Tensor, ...]], exact: Sequence[tuple[Tensor, ...]], dtype: torch.dtype
+) -> float:
+    """SLACK times what the unsharded model in ``dtype`` differs by, and at least 8 roundings of the largest output."""
+    largest = max((float(output.abs().max()) for outputs in exact for output in outputs), default=0.0)
+    return max(SLACK * largest_error(rounded, exact), 8 * torch.finfo(dtype).eps * largest)
 
 
 def simulate(
@@ -193,6 +203,4 @@ def _against_unsharded(
         progress(f"running the unsharded model in {plan.dtype}")
         own = Unsharded(schedule, seed, torch_dtype(plan.dtype), device)
         rounded = _unsharded_loop(plan, own, inputs, steps)
-    largest = max(float(output.abs().max()) for outputs in exact for output in outputs)
-    floor = 8 * torch.finfo(torch_dtype(plan.dtype)).eps * largest
-    return _worst(_error(seen, exact) for seen in every), max(SLACK * _error(rounded, exact), floor)
+    return _worst(largest_error(seen, exact) for seen in every), tolerance_of(rounded, exact, torch_dtype(plan.dtype))

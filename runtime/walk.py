@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.kernels.unsharded import Unsharded
@@ -17,7 +16,7 @@ from stepgraph.planner.plan_set import PlanSet, version
 from stepgraph.runtime.cache import CacheStats
 from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.session import DeviceName, Outputs, Session, StepOf, cuda_lacks, need_cuda
-from stepgraph.runtime.simulate import SLACK, schedule_of
+from stepgraph.runtime.simulate import largest_error, schedule_of, tolerance_of
 
 SETTLED = 4
 """Memory is compared from this part of the walk on: one in so many steps have been taken."""
@@ -102,10 +101,9 @@ def walk(
         every = found
     progress("running the unsharded model")
     where = torch.device("cpu" if on_cpu else "cuda")
+    dtype = torch_dtype(plans.plans[0].dtype)
     exact = unsharded(plans, steps, seed, torch.float64, where)
-    rounded = unsharded(plans, steps, seed, torch_dtype(plans.plans[0].dtype), where)
-    largest = max((float(output.abs().max()) for outputs in exact for output in outputs), default=0.0)
-    floor = 8 * torch.finfo(torch_dtype(plans.plans[0].dtype)).eps * largest
+    rounded = unsharded(plans, steps, seed, dtype, where)
     first = every[0].outputs
     same = all(
         len(one) == len(two) and all(map(torch.equal, one, two))
@@ -118,8 +116,8 @@ def walk(
         steps=steps,
         seed=seed,
         taken=dict(Counter(version(plans.plan(*step)) for step in walk_order(plans, steps, seed))),
-        max_abs_error=_error(first, exact),
-        tolerance=max(SLACK * _error(rounded, exact), floor),
+        max_abs_error=largest_error(first, exact),
+        tolerance=tolerance_of(rounded, exact, dtype),
         ranks_agree=same,
         findings=findings,
         stats=every[0].stats,
@@ -174,10 +172,3 @@ def _on_gpu(plans: PlanSet, steps: int, seed: int, graph_bytes: int | None, rank
         stats = session.stats()
     settled = max(memory[: len(memory) // SETTLED + 1])
     return Walked(tuple(seen), stats, max(0, max(memory) - settled))
-
-
-def _error(seen: Sequence[Outputs], exact: Sequence[Outputs]) -> float:
-    """Largest difference; NaN where there is one."""
-    pairs = [pair for step in zip(seen, exact, strict=True) for pair in zip(*step, strict=True)]
-    found: list[Tensor] = [(got.double() - want.double()).abs().max() for got, want in pairs]
-    return float(torch.stack(found).max()) if found else 0.0

@@ -1,6 +1,5 @@
 """States over the versions of a plan set: what one leaves another finds, over variants, buckets and requests."""
 
-import random
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from stepgraph.planner.verify.succession import prove_set
 from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.mutate import with_program
 from stepgraph.runtime.session import Session, StepOf
+from stepgraph.runtime.walk import walk_order
 
 CHUNKS = """version: 1
 name: chunks
@@ -91,17 +91,6 @@ def schedule(text: str = CHUNKS, **settings: str) -> Schedule:
     return read_schedule(text, "chunks.yaml", tuple((key.replace("__", "."), v) for key, v in settings.items()))
 
 
-def succession(plans: PlanSet, length: int, seed: int) -> list[tuple[str, str]]:
-    """(variant, bucket) of each step, by chance, as variants may follow each other within a bucket."""
-    chance, before, found = random.Random(seed), dict[str, str](), list[tuple[str, str]]()
-    while len(found) < length:
-        bucket, variant = chance.choice(plans.buckets).name, chance.choice(plans.variants).name
-        if plans.may_follow(before.get(bucket, ""), variant) or plans.may_follow("", variant):
-            found.append((variant, bucket))
-            before[bucket] = variant
-    return found
-
-
 def unsharded(source: Schedule, steps: Sequence[tuple[str, str]], inputs: Sequence[dict[str, Tensor]]) -> list[Tensor]:
     """One model of each version, over the same states."""
     models = {version.version: Unsharded(version, 7) for version in source.versions()}
@@ -116,7 +105,7 @@ def unsharded(source: Schedule, steps: Sequence[tuple[str, str]], inputs: Sequen
 def test_versions_share_what_they_leave(ranks: int, seed: int) -> None:
     source = schedule(mesh__ulysses=str(ranks))
     plans = compile_set(source)
-    steps = succession(plans, 30, seed)
+    steps = walk_order(plans, 30, seed)
     inputs = [random_inputs(plans.plan(*step), number) for number, step in enumerate(steps)]
     want = unsharded(source, steps, inputs)
     seen: list[list[Tensor]] = [[] for _ in range(ranks)]
