@@ -58,9 +58,10 @@ class PreparedCall:
 
 class Wrapped(Module):
     """Stands in for a model of diffusers in a pipeline: a call runs as a plan on all ranks. Everything else is the
-    model's own. Where the schedule has buckets, one session serves all lengths that they have; else a call of other
-    lengths than before compiles the schedule and opens a session for them. ``variant`` says which version of the step
-    the next calls take, where the schedule has several; "" is the first."""
+    model's own: ``pipe.transformer = stepgraph.wrap(pipe.transformer, "wan_14b_u4")``. Where the schedule has buckets,
+    one session serves all lengths that they have; else a call of other lengths than before compiles the schedule and
+    opens a session for them. ``variant`` says which version of the step the next calls take, where the schedule has
+    several; "" is the first."""
 
     def __init__(
         self,
@@ -75,6 +76,17 @@ class Wrapped(Module):
         most: int = 4,
         graph_bytes: int | None = None,
     ) -> None:
+        """``schedule`` is a path or a shipped schedule's name, ``overrides`` sets values of it by dotted path. Lengths
+        come from each call. On cpu ``ranks`` run in this process, by default as many as the schedule's mesh has; on
+        cuda the process group's ranks do, and each calls the model with the same arguments. Close it before the
+        process group. ``compiled`` is as in ``bind``. Sessions for at most ``most`` different lengths are kept, the
+        least recently used is closed for another; of a schedule with buckets there is one, whose captured versions
+        take ``graph_bytes`` at most.
+
+        Raises:
+            BindingError: E622 for a class that stepgraph has no binding for; E620 for a module that was changed in a
+                way that the schedule has no op for. ScheduleError: E100.
+        """
         super().__init__()
         self.model = model
         self.family = family_of_model(model)
@@ -169,28 +181,5 @@ class Wrapped(Module):
             self.sessions.popitem()[1].close()
 
 
-def wrap(
-    model: Module,
-    schedule: str | Path,
-    ranks: int | None = None,
-    device: DeviceName = "auto",
-    overrides: Mapping[str, str | int] | None = None,
-    seed: int = 0,
-    eager: bool = False,
-    compiled: Sequence[str] = (),
-    most: int = 4,
-    graph_bytes: int | None = None,
-) -> Wrapped:
-    """A module that takes the model's place: ``pipe.transformer = stepgraph.wrap(pipe.transformer, "wan_14b_u4")``.
-
-    ``schedule`` is a path or a shipped schedule's name, ``overrides`` sets values of it by dotted path. Lengths come
-    from each call. On cpu ``ranks`` run in this process, by default as many as the schedule's mesh has; on cuda the
-    process group's ranks do, and each calls the model with the same arguments. Close it before the process group.
-    ``compiled`` is as in ``bind``. Sessions for at most ``most`` different lengths are kept, the least recently used is
-    closed for another; of a schedule with buckets there is one, whose captured versions take ``graph_bytes`` at most.
-
-    Raises:
-        BindingError: E622 for a class that stepgraph has no binding for; E620 for a module that was changed in a way
-            that the schedule has no op for. ScheduleError: E100.
-    """
-    return Wrapped(model, schedule, ranks, device, overrides, seed, eager, compiled, most, graph_bytes)
+wrap = Wrapped
+"""A class that reads as what it does to a pipeline's model."""
