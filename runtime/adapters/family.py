@@ -69,6 +69,17 @@ class Arguments:
         return found.detach().to(torch.float32).reshape(-1).expand(batch).contiguous()
 
 
+def token_lengths(stream: str) -> Callable[[Any, Arguments], Settings]:
+    """The lengths of a call with tokens (batch, rows, features) of a stream of that name, and of text."""
+
+    def lengths(model: Any, arguments: Arguments) -> Settings:
+        batch, rows, _ = arguments.tensor("hidden_states", 3).shape
+        text = arguments.tensor("encoder_hidden_states", 3).shape[1]
+        return {"batch": batch, f"seq.{stream}": rows, "seq.txt": text}
+
+    return lengths
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """How a class of diffusers runs as a plan."""

@@ -12,7 +12,7 @@ from torch.nn import Module, Sequential
 from stepgraph.runtime.adapters.arithmetic import attend, joint, rotate_pairs, rotation_table
 from stepgraph.runtime.adapters.binding import Binding, Settings, StageFunction
 from stepgraph.runtime.adapters.dual_stream import dual_stages, gated, gated_and_clipped, modulated
-from stepgraph.runtime.adapters.family import Arguments, Config, Family, config_of, dtype_name, refuse
+from stepgraph.runtime.adapters.family import Arguments, Config, Family, config_of, dtype_name, refuse, token_lengths
 
 
 def _embed_time(model: Any, timestep: Tensor, guidance: Tensor, pooled: Tensor) -> Tensor:
@@ -86,11 +86,6 @@ def refuses(config: Config) -> Iterable[str]:
         yield "the module lacks dual-stream or single-stream blocks"
 
 
-def lengths(model: Any, arguments: Arguments) -> Settings:
-    batch, image, _ = arguments.tensor("hidden_states", 3).shape
-    return {"batch": batch, "seq.img": image, "seq.txt": arguments.tensor("encoder_hidden_states", 3).shape[1]}
-
-
 def _ids(arguments: Arguments, name: str) -> Tensor:
     """(rows, axes); with a batch, which diffusers deprecates, those of its first sample, as the model takes them."""
     found = arguments.given.get(name)
@@ -144,7 +139,7 @@ FAMILY = Family(
     ),
     processors=frozenset({"FluxAttnProcessor"}),
     refuses=refuses,
-    lengths=lengths,
+    lengths=token_lengths("img"),
     inputs=inputs,
     output=lambda model, arguments, noise: noise,
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from stepgraph.runtime.adapters.arithmetic import attend, rotate_pairs, rotation_table
 from stepgraph.runtime.adapters.binding import Binding, Settings, StageFunction
 from stepgraph.runtime.adapters.dual_stream import modulated
-from stepgraph.runtime.adapters.family import Arguments, Config, Family, config_of, dtype_name
+from stepgraph.runtime.adapters.family import Arguments, Config, Family, config_of, dtype_name, token_lengths
 
 
 def _embed_time(model: Any, timestep: Tensor) -> Sequence[Tensor]:
@@ -88,11 +88,6 @@ def refuses(config: Config) -> Iterable[str]:
         yield f"cross_attention_dim is {config['cross_attention_dim']}, not the {hidden} features of a token"
 
 
-def lengths(model: Any, arguments: Arguments) -> Settings:
-    batch, video, _ = arguments.tensor("hidden_states", 3).shape
-    return {"batch": batch, "seq.vid": video, "seq.txt": arguments.tensor("encoder_hidden_states", 3).shape[1]}
-
-
 def inputs(model: Any, arguments: Arguments) -> Mapping[str, Tensor]:
     latents, text = arguments.tensor("hidden_states", 3), arguments.tensor("encoder_hidden_states", 3)
     mask = arguments.optional("encoder_attention_mask", 2)
@@ -131,7 +126,7 @@ FAMILY = Family(
     ),
     processors=frozenset({"LTXVideoAttnProcessor"}),
     refuses=refuses,
-    lengths=lengths,
+    lengths=token_lengths("vid"),
     inputs=inputs,
     output=lambda model, arguments, noise: noise,
 )

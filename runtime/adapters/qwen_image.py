@@ -13,7 +13,7 @@ from torch import Tensor
 from stepgraph.runtime.adapters.arithmetic import joint, rotation_table
 from stepgraph.runtime.adapters.binding import Binding, Settings, StageFunction
 from stepgraph.runtime.adapters.dual_stream import dual_stages, gated_and_clipped
-from stepgraph.runtime.adapters.family import Arguments, Config, Family, config_of, dtype_name
+from stepgraph.runtime.adapters.family import Arguments, Config, Family, config_of, dtype_name, token_lengths
 
 
 def _embed_time(model: Any, timestep: Tensor) -> Tensor:
@@ -76,11 +76,6 @@ def refuses(config: Config) -> Iterable[str]:
             yield f"the module is made with {name}"
 
 
-def lengths(model: Any, arguments: Arguments) -> Settings:
-    batch, image, _ = arguments.tensor("hidden_states", 3).shape
-    return {"batch": batch, "seq.img": image, "seq.txt": arguments.tensor("encoder_hidden_states", 3).shape[1]}
-
-
 def inputs(model: Any, arguments: Arguments) -> Mapping[str, Tensor]:
     latents, text = arguments.tensor("hidden_states", 3), arguments.tensor("encoder_hidden_states", 3)
     angles = model.pos_embed(arguments.given["img_shapes"], max_txt_seq_len=text.shape[1], device=latents.device)
@@ -108,7 +103,7 @@ FAMILY = Family(
     takes=frozenset({"hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "timestep", "img_shapes"}),
     processors=frozenset({"QwenDoubleStreamAttnProcessor2_0"}),
     refuses=refuses,
-    lengths=lengths,
+    lengths=token_lengths("img"),
     inputs=inputs,
     output=lambda model, arguments, noise: noise,
     optional={"text_mask": "encoder_hidden_states_mask"},
