@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -73,16 +73,11 @@ def _unsharded_loop(plan: Plan, model: Unsharded, inputs: dict[str, Tensor], ste
         return seen
 
 
-def _worst(errors: Iterable[float]) -> float:
-    """The largest, or NaN where there is one: Python's ``max`` would pass over it."""
-    return float(torch.tensor(list(errors), dtype=torch.float64).max())
-
-
 def largest_error(seen: Sequence[tuple[Tensor, ...]], exact: Sequence[tuple[Tensor, ...]]) -> float:
     """Largest difference of any output of any step; NaN where there is one, 0 where there is no output."""
     pairs = [pair for step in zip(seen, exact, strict=True) for pair in zip(*step, strict=True)]
-    errors = [float((got.cpu().double() - want.cpu().double()).abs().max()) for got, want in pairs]
-    return _worst(errors) if errors else 0.0
+    errors = [(got.cpu().double() - want.cpu().double()).abs().max() for got, want in pairs]
+    return float(torch.stack(errors).max()) if errors else 0.0  # Python's max would pass over NaN
 
 
 def tolerance_of(
@@ -203,4 +198,5 @@ def _against_unsharded(
         progress(f"running the unsharded model in {plan.dtype}")
         own = Unsharded(schedule, seed, torch_dtype(plan.dtype), device)
         rounded = _unsharded_loop(plan, own, inputs, steps)
-    return _worst(largest_error(seen, exact) for seen in every), tolerance_of(rounded, exact, torch_dtype(plan.dtype))
+    seen = [step for rank in every for step in rank]
+    return largest_error(seen, [*exact] * len(every)), tolerance_of(rounded, exact, torch_dtype(plan.dtype))

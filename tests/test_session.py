@@ -14,7 +14,7 @@ from stepgraph.planner.diagnostics import CapabilityError, StepgraphError
 from stepgraph.planner.plan import Plan, Run
 from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.session import CapturedStep, Session
-from stepgraph.runtime.simulate import schedule_of
+from stepgraph.runtime.simulate import largest_error, schedule_of
 
 TINY = {"shape.seq": 9, "model.hidden": 16, "model.head_dim": 2, "model.ffn": 8}
 
@@ -167,11 +167,10 @@ def test_a_stage_keeps_what_is_its_own(plan: Plan) -> None:
 
 
 def test_nan_in_any_step_of_any_rank_is_seen(plan: Plan) -> None:
-    from stepgraph.runtime.simulate import _error, _worst
-
     fine, wrong = (torch.zeros(2),), (torch.tensor([0.0, torch.nan]),)
-    assert math.isnan(_error([fine, wrong], [fine, fine]))
-    assert math.isnan(_worst([0.0, math.nan, 1.0]))
+    for seen in ([wrong, fine, fine], [fine, wrong, fine], [fine, fine, wrong]):
+        assert math.isnan(largest_error(seen, [fine, (torch.ones(2),), fine]))
+    assert largest_error([fine, fine], [fine, (torch.ones(2),)]) == 1.0
 
 
 def embed_that_gives(results: Callable[[Sequence[Tensor]], object]) -> StageMaker:
