@@ -137,11 +137,11 @@ def _write(plan: Plan, proof: Proof, file: str) -> bool:
 
 
 def _judged(plan: Plan, count: int, seed: int) -> list[Verdict]:
-    from stepgraph.runtime.mutate import judge, mutants
+    from stepgraph.runtime.mutate import verdicts
 
     found = []
-    for number, mutant in enumerate(mutants(plan, count, seed), 1):
-        found.append(judge(mutant))
+    for number, verdict in enumerate(verdicts(plan, count, seed), 1):
+        found.append(verdict)
         if number % 50 == 0:
             progress(f"{number} of {count} mutants")
     return found
