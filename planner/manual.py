@@ -58,7 +58,11 @@ CODES: dict[str, Entry] = {
         "Plans are read by the version that wrote them.",
         "Compile the schedule again; the plan holds its text.",
     ),
-    "E152": Entry("not what was hashed", "The plan was changed after it was written.", "Compile the schedule again."),
+    "E152": Entry(
+        "not what was hashed",
+        "The plan was changed after it was written.",
+        "Compile the schedule again; or, where it was edited on purpose, give the command --edited.",
+    ),
     "E153": Entry(
         "a plan that does not follow its schema",
         "A field is missing, unknown or of another type.",

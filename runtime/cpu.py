@@ -186,6 +186,9 @@ class World:
             if not queues.meets(stream):
                 self.script.popleft()
             return rank, stream
+        for other in range(self.width):  # a collective that has started ends when its members let it
+            if queues.can_run(other) and queues.meets(other):
+                return rank, other
         at = "its loop has ended" if queues.idle else queues.stuck()
         message = f"rank {rank} can't take its turn on stream {self.streams[stream]}"
         hint = "give the run as many --steps as the interleaving has replays"

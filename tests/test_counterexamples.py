@@ -130,5 +130,5 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
 
 def test_turns_that_cannot_be_taken() -> None:
     plan = plan_of("quickstart")
-    waits = Interleaving("", "", "E301", "", "", 1, prove(without_one_edge(plan)).counterexamples[0].turns)
+    waits = Interleaving("", "", (), "E301", "", "", 1, prove(without_one_edge(plan)).counterexamples[0].turns)
     assert shown(plan, waits) == "E613"
