@@ -139,8 +139,8 @@ def _set(
     how = f"{proof.closed} follow a version that is closed, {proof.words} were looked at one by one"
     click.echo(f"successions: {'free of races and deadlocks' if proof.ok else 'not proven'}; {how}")
     if counterexample:
-        alone = all(found.ok for found in proof.alone.values())
-        _tell_of_it(to_see, proof.ok, "no run of the set is known that shows it" if alone else NO_ORDER)
+        sound = all(alone.ok for alone in proof.alone.values())
+        _tell_of_it(to_see, proof.ok, "no run of the set is known that shows it" if sound else NO_ORDER)
     return 0 if proof.ok else 1
 
 
