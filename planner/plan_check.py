@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from math import prod
 
 from stepgraph.planner.plan import (
@@ -81,13 +82,50 @@ def _tables(plan: Plan) -> None:
     for exchange in plan.exchanges:
         _index(exchange.group, len(plan.groups), "group")
         _index(exchange.op, len(plan.ops), "op")
+    for op in plan.ops:
+        for operand in op.inputs:
+            for maker in operand.made_by:
+                _index(maker, len(plan.ops), "op")
     for target in plan.targets:
         aligned = target.offset >= 0 and target.offset % ALIGNMENT == 0
         _need(aligned and target.nbytes >= 0, f"the offset of target {target.name}")
         _need(target.offset + target.nbytes <= plan.arena_bytes, f"target {target.name} lies outside of the arena")
     for entry in plan.inputs:
         _need(all(size >= 0 for size in (*entry.shape, *entry.box)), f"input {entry.name}")
+        _need(prod(entry.shape) <= MAX_SIZE, f"the size of input {entry.name}")
         _need(prod(entry.shape) == prod(entry.box), f"the box of input {entry.name}")
+
+
+def _number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= len(str(MAX_SIZE))
+
+
+def _chunk(text: str) -> bool:
+    number, slash, count = text.partition("/")
+    return bool(slash) and _number(number) and _number(count) and int(number) < int(count)
+
+
+def _head_counts(text: str) -> bool:
+    return all(_number(count) for chunk in text.split() for count in chunk.split(","))
+
+
+_OPTIONS: Mapping[str, tuple[Callable[[str], bool], str]] = {
+    "at": (_number, "a number"),
+    "ffn": (_number, "a number"),
+    "chunk": (_chunk, "as 0/2"),
+    "heads": (_head_counts, "as 2,1 1,1"),
+}
+"""Those that are numbers, which everything behind this file takes for granted."""
+
+
+def _ops(plan: Plan) -> None:
+    for op in plan.ops:
+        names = [name for name, _ in op.options]
+        _need(len(names) == len(set(names)), f"{op.name} has an option twice")
+        for name, value in op.options:
+            if name in _OPTIONS:
+                right, what = _OPTIONS[name]
+                _need(right(value), f"the option {name} of {op.name} is '{value[:40]}', not {what}")
 
 
 def _states(plan: Plan) -> None:
@@ -159,6 +197,8 @@ class _Instructions:
         match item:
             case Run():
                 _index(item.op, len(plan.ops), "op")
+                named = len(plan.ops[item.op].inputs)
+                _need(named in (0, len(item.inputs)), "a stage reads more or less than its op names")
                 for number in (*item.inputs, *item.outputs):
                     self.view(number)
                 _need(bool(item.outputs), "a stage without outputs")
@@ -186,6 +226,7 @@ class _Instructions:
                 _need(item.buffer >= len(plan.targets), "a target is dropped")
                 _need(item.buffer not in self.states, "a state is dropped")
             case Load():
+                _index(item.op, len(plan.ops), "op")
                 _index(item.input, len(plan.inputs), "input")
                 buffer, view = self.view(item.view), program.views[item.view]
                 batch, rows, cols = plan.inputs[item.input].box
@@ -196,6 +237,7 @@ class _Instructions:
                 alike = (item.region.rows, item.region.cols) == (view.region.rows, view.region.cols)
                 _need(alike, "an input and its view differ in shape")
             case Store():
+                _index(item.op, len(plan.ops), "op")
                 _index(item.output, len(plan.outputs), "output")
                 self.view(item.view)
                 same = program.views[item.view].shape == plan.outputs[item.output].shape
@@ -231,6 +273,7 @@ def check_plan(plan: Plan) -> str | None:
     """One sentence on the first reference that leads nowhere; None for a plan that is whole."""
     try:
         _tables(plan)
+        _ops(plan)
         _states(plan)
         for rank, program in enumerate(plan.ranks):
             _memory(plan, program)
