@@ -78,6 +78,12 @@ CODES: dict[str, Entry] = {
         "A plan set has a plan for each variant and each bucket of its schedule, and no other.",
         "Take the nearest name.",
     ),
+    "E156": Entry(
+        "a plan that does not fit its schedule",
+        "A plan carries the schedule that it was compiled from, and runs are held against the unsharded model that the "
+        "schedule says. The plan was edited, and its source, ops, inputs or outputs are those of another one.",
+        "Edit instructions and memory alone, or compile the schedule again.",
+    ),
     "E201": Entry(
         "read before it exists",
         "No op above makes a tensor of this name, and it is no input. Inside `each`, "

@@ -202,6 +202,8 @@ class _Instructions:
                 for number in (*item.inputs, *item.outputs):
                     self.view(number)
                 _need(bool(item.outputs), "a stage without outputs")
+                operands = len(plan.ops[item.op].inputs)
+                _need(operands in (0, len(item.inputs)), f"a stage reads {len(item.inputs)} of {operands} operands")
                 made = [number for number in program.made_by(item) if number not in self.states]
                 _need(min(made, default=len(plan.targets)) >= len(plan.targets), "a stage makes a target")
                 for number in item.outputs:

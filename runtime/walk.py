@@ -17,7 +17,7 @@ from stepgraph.runtime.cache import CacheStats
 from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.interleave import Interleaving
 from stepgraph.runtime.session import DeviceName, Outputs, Session, StepOf, cuda_lacks, need_cuda
-from stepgraph.runtime.simulate import largest_error, schedule_of, tolerance_of
+from stepgraph.runtime.simulate import held_against_schedule, largest_error, schedule_of, tolerance_of
 
 Way = Sequence[tuple[str, str]]
 """(variant, bucket) of every step."""
@@ -110,9 +110,11 @@ def walk(
     progress("running the unsharded model")
     where = torch.device("cpu" if on_cpu else "cuda")
     dtype = torch_dtype(plans.plans[0].dtype)
-    exact = unsharded(plans, way, seed, torch.float64, where)
-    rounded = unsharded(plans, way, seed, dtype, where)
     first = every[0].outputs
+    with held_against_schedule(plans.plans):
+        exact = unsharded(plans, way, seed, torch.float64, where)
+        rounded = unsharded(plans, way, seed, dtype, where)
+        error, tolerance = largest_error(first, exact), tolerance_of(rounded, exact, dtype)
     same = all(
         len(one) == len(two) and all(map(torch.equal, one, two))
         for rank in every
@@ -124,8 +126,8 @@ def walk(
         steps=len(way),
         seed=seed,
         taken=dict(Counter(version(plans.plan(*step)) for step in way)),
-        max_abs_error=largest_error(first, exact),
-        tolerance=tolerance_of(rounded, exact, dtype),
+        max_abs_error=error,
+        tolerance=tolerance,
         ranks_agree=same,
         findings=findings,
         stats=every[0].stats,

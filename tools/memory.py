@@ -40,6 +40,8 @@ def uses(plan: Plan, rank: int) -> list[Use]:
     """What a rank's targets hold, one filling after another, by the order of ops; a state is in use all the time."""
     from stepgraph.planner.plan import Collective, Run, Send, Store
 
+    if not plan.ops:
+        return []
     program = plan.ranks[rank]
     touched: dict[int, dict[int, bool]] = {number: {} for number in range(len(plan.targets))}
     """Target -> op -> whether it writes."""
@@ -50,7 +52,9 @@ def uses(plan: Plan, rank: int) -> list[Use]:
     stores = {op.name: number for number, op in enumerate(plan.ops) if op.kind == "store"}
     for item in program.instructions:
         if isinstance(item, Store) and program.views[item.view].buffer < len(plan.targets):
-            touched[program.views[item.view].buffer][stores[plan.outputs[item.output].name]] = False
+            touched[program.views[item.view].buffer][stores.get(plan.outputs[item.output].name, len(plan.ops) - 1)] = (
+                False
+            )
         views: tuple[int, ...] = ()
         if isinstance(item, Run):
             views = item.inputs

@@ -62,8 +62,8 @@ def _makers(plan: Plan, item: Instruction) -> list[_Makers]:
 
 def _asked(plan: Plan, rank: int, item: Instruction, reduction: Reduction | None) -> list[tuple[Place, bool, _Makers]]:
     """The accesses that ``reduction`` asks for, or all: where, whether it writes, and the makers of what it reads."""
-    made = _makers(plan, item)
-    found = zip_longest(accesses(plan, rank, item), made)
+    touched = accesses(plan, rank, item)
+    found = zip_longest(touched, _makers(plan, item)[: len(touched)])  # an edited plan may name more than is read
     return [(*access, makers) for access, makers in found if reduction is None or reduction.asks(*access[0][:2])]
 
 
