@@ -58,7 +58,11 @@ CODES: dict[str, Entry] = {
         "Plans are read by the version that wrote them.",
         "Compile the schedule again; the plan holds its text.",
     ),
-    "E152": Entry("not what was hashed", "The plan was changed after it was written.", "Compile the schedule again."),
+    "E152": Entry(
+        "not what was hashed",
+        "The plan was changed after it was written.",
+        "Compile the schedule again; or, where it was edited on purpose, give the command --edited.",
+    ),
     "E153": Entry(
         "a plan that does not follow its schema",
         "A field is missing, unknown or of another type.",
@@ -73,6 +77,12 @@ CODES: dict[str, Entry] = {
         "a version that is not there",
         "A plan set has a plan for each variant and each bucket of its schedule, and no other.",
         "Take the nearest name.",
+    ),
+    "E156": Entry(
+        "a plan that does not fit its schedule",
+        "A plan carries the schedule that it was compiled from, and runs are held against the unsharded model that the "
+        "schedule says. The plan was edited, and its source, ops, inputs or outputs are those of another one.",
+        "Edit instructions and memory alone, or compile the schedule again.",
     ),
     "E201": Entry(
         "read before it exists",

@@ -228,6 +228,13 @@ def test_what_is_wrong_with_one_plan_alone_is_told_once() -> None:
     assert not proof.ok
 
 
+def test_a_plan_that_is_not_there_is_no_plan_to_follow() -> None:
+    plans = {"a": step(0), "b": step(100)}
+    for follows in ({"b": ("a", "c")}, {"c": ("a",)}):
+        with pytest.raises(ValueError, match="follows names c; the plans are a, b"):
+            prove_set(plans, follows)
+
+
 @dataclass
 class Totals:
     outcomes: Counter[str]
