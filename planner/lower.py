@@ -112,10 +112,15 @@ class _Tables:
         """By value: the nodes so far that write it."""
         filled: dict[int, list[int]] = {}
         """By memory, likewise."""
+        sent = {memory for memory in self.graph.states if memory in self.memory.target_of}
         found = []
         for index, node in enumerate(self.graph.nodes):
-            # A value that no node writes is another view of what some have written to its memory.
-            makers = [made.get(value) or filled.get(values[value].memory, []) for _, value in node.inputs]
+            # A value that no node writes is another view of what some have written to its memory; and a send brings
+            # a state some of its rows, so that all that went there before are among its makers.
+            makers = [
+                filled.get(memory, []) if value not in made or memory in sent else made[value]
+                for memory, value in ((values[value].memory, value) for _, value in node.inputs)
+            ]
             operands = [
                 Operand(role, values[value].name, tuple(of))
                 for (role, value), of in zip(node.inputs, makers, strict=True)

@@ -139,6 +139,24 @@ def test_a_rank_that_does_not_keep_a_state() -> None:
     assert "rank 1 leaves out" in prove(without).findings[0].message
 
 
+def test_a_state_that_is_read_before_the_step_writes_it() -> None:
+    """On one stream, so that all is ordered: the rank's own rows of this step are not there yet."""
+    text = RESIDUAL.replace(
+        "  - call: {name: head, in: x,",
+        "  - residual: {name: again, in: [x, kept], out: x}\n  - call: {name: head, in: x,",
+    )
+    plan = plan_of(text)
+    assert codes(plan) == set()
+    at = stage(plan, "keep")
+    again = next(
+        n for n, i in enumerate(plan.ranks[1].instructions) if isinstance(i, Run) and "again" in plan.ops[i.op].name
+    )
+    assert again > at
+    late = changed(plan, lambda items: [*items[:at], *items[at + 1 : again + 1], items[at], *items[again + 1 :]])
+    assert "E307" in codes(late)
+    assert "read wrong" in seen(late, plan)
+
+
 def test_rows_of_a_state_that_are_sent_twice_and_never() -> None:
     """As many elements as are wanted come; two ranks send theirs to one place."""
     plan = plan_of(CACHE)

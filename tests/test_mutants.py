@@ -46,9 +46,9 @@ def test_verifier_and_runs_agree(name: str, variant: str) -> None:
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 @pytest.mark.parametrize("name", SHIPPED)
 def test_verifier_and_runs_agree_on_many(name: str, variant: str) -> None:
-    outcomes = agree(plan_of(name, variant), 160, seed=2)
+    outcomes = agree(plan_of(name, variant), 100, seed=2)
     print(f"\n{name}, {variant}: {dict(outcomes)}")
-    assert outcomes["killed"] > 60
+    assert outcomes["killed"] > 40
 
 
 def test_mutants_are_those_of_their_seed() -> None:

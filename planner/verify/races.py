@@ -79,6 +79,23 @@ class _Access:
     makers: _Makers
 
 
+_Touches = list[list[list[tuple[Place, tuple[int, ...], bool, _Makers]]]]
+"""Of a plan, by rank and instruction: where, the cells of it, whether it writes, and the makers of what it reads."""
+
+
+def _fills(plan: Plan, touches: _Touches) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = defaultdict(set)
+    states = plan.state_buffers
+    for program, of in zip(plan.ranks, touches, strict=True):
+        for item, touched in zip(program.instructions, of, strict=True):
+            op = op_of(plan, item)
+            for (_, buffer, _), cells, writes, _ in touched:
+                if writes and op is not None and buffer in states:
+                    for cell in cells:
+                        found[cell].add(op)
+    return found
+
+
 class _Walk:
     def __init__(self, order: Order, reduction: Reduction | None) -> None:
         self.order = order
@@ -94,10 +111,12 @@ class _Walk:
         """Of each different plan."""
         cells: Cells = cells_of(plans, asked)
         self.overlaps = cells.overlaps
-        self.touches = [
+        self.touches: list[_Touches] = [
             [[[(where, of.get(where, ()), w, made) for where, w, made in item] for item in rank] for rank in plan]
             for plan, of in zip(found, cells.of, strict=True)
         ]
+        self.fills = [_fills(plan, of) for plan, of in zip(plans, self.touches, strict=True)]
+        """By plan, for every cell of a state: the ops that write it."""
         self.written: dict[int, _Access] = {}
         """Of each cell."""
         self.reads: dict[int, dict[int, _Access]] = defaultdict(dict)
@@ -134,7 +153,7 @@ class _Walk:
                 self.race(near, True, access, writes)
         if not writes:
             if ordered:
-                self.fresh(last, access, others)
+                self.fresh(cell, last, access, others)
             self.reads[cell][chain] = access
             return
         for near_cell in (cell, *others):
@@ -146,10 +165,12 @@ class _Walk:
         self.reads[cell].clear()
         self.written[cell] = access
 
-    def fresh(self, last: _Access | None, access: _Access, others: tuple[int, ...]) -> None:
-        """What is read was written in this replay, or is a state, and was not replaced since."""
+    def fresh(self, cell: int, last: _Access | None, access: _Access, others: tuple[int, ...]) -> None:
+        """What is read was written in this replay, or is of a state that it leaves alone before, and was not replaced
+        since."""
         state = self.state(access)
-        if state is None and (last is None or last.step.replay < access.step.replay):
+        kept = state is not None and self.fills[self.which[access.step.replay]][cell].isdisjoint(access.makers or ())
+        if not kept and (last is None or last.step.replay < access.step.replay):
             self.note(
                 "E307",
                 access,
