@@ -19,6 +19,7 @@ from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
 from stepgraph.planner.plan import Buffer, Plan
 from stepgraph.planner.plan_set import version as version_of
 from stepgraph.planner.verify.counterexample import Turn
+from stepgraph.runtime.bindings import ParameterWatch
 from stepgraph.runtime.cache import ReplayCache
 from stepgraph.runtime.cpu_collective import Rendezvous
 from stepgraph.runtime.cpu_memory import (
@@ -82,6 +83,7 @@ class World:
         """(rank, stream) of the turns to take before chance decides."""
         self.every = [[RankQueues(self, version, rank) for rank in self.ranks] for version in range(len(plans))]
         """Of each plan, by rank."""
+        self.parameters = ParameterWatch(stages)
         for plan, ranks in zip(plans, self.every, strict=True):
             for rank, queues in enumerate(ranks):
                 issue(plan, rank, queues, make_stages(plan, rank, stages))
@@ -131,10 +133,11 @@ class World:
         """Let a rank run a plan in its next step.
 
         Raises:
-            StepgraphError: E607 where another rank runs another plan in the same step.
+            StepgraphError: E607 where another rank runs another plan in the same step. ParameterError: E609.
         """
         number = self.started[rank]
         if number == len(self.taken):
+            self.parameters.check()
             self.taken.append(version)
             self.cache.use(version)
         if version != self.taken[number]:

@@ -107,7 +107,8 @@ class Session:
         self.cache = ReplayCache(list(self.plans.versions()), sizes, graph_bytes)
         self._before: dict[tuple[int, str], str] = {}
         """(rank, bucket) -> the variant that came last."""
-        self._backend: Backend | None = _open(self.plans.plans, self.cache, device, seed, stages, eager, solo)
+        with torch.inference_mode(False), torch.no_grad():  # what is made here is written to by every step
+            self._backend: Backend | None = _open(self.plans.plans, self.cache, device, seed, stages, eager, solo)
 
     def __enter__(self) -> Session:
         return self
@@ -180,7 +181,8 @@ class Session:
         """Zero the plan's states, as before the first step. On cuda every rank calls it, between the same two steps:
         what is zeroed lies behind the last step and the caller's current stream, and no rank goes on before all have
         zeroed theirs."""
-        self.backend.reset_state()
+        with torch.inference_mode(False):
+            self.backend.reset_state()
 
     def follow(self, interleaving: Interleaving) -> None:
         """On cpu: let ranks take these turns first, from the next step on.
@@ -204,7 +206,8 @@ class Session:
                 that may not follow the one before it.
         """
         backend = self.backend
-        results = backend.run([self._host(rank, loop(rank)) for rank in backend.ranks], views)
+        with torch.inference_mode(False):  # what a step makes outlives it, and is written to by later ones
+            results = backend.run([self._host(rank, loop(rank)) for rank in backend.ranks], views)
         deadlocks = [f for f in backend.report.faults if f.kind == "deadlock"] if isinstance(backend, World) else []
         if deadlocks:
             raise SessionError([Diagnostic("E401", "the step does not finish", None, "", deadlocks[0].message)])
@@ -304,9 +307,8 @@ def _open(
         weights = stages.description()
     else:
         weights = "weights of the caller" if stages else f"weights made up from seed {seed}"
-    with torch.inference_mode(False), torch.no_grad():  # what is made here is written to by every step
-        maker = stages or MadeUpStages(seed, where, drawn_there=solo)
-        return CudaBackend(plans, cache, maker, weights, eager, solo)
+    maker = stages or MadeUpStages(seed, where, drawn_there=solo)
+    return CudaBackend(plans, cache, maker, weights, eager, solo)
 
 
 def cuda_lacks() -> str:

@@ -370,7 +370,7 @@ def test_a_cache_of_diffusers_that_is_enabled_later() -> None:
 
 # stepgraph init --from
 
-OTHERS = ("qwen_image masked", "wan per token")
+OTHERS = ("qwen_image masked", "wan cached", "wan per token")
 """With a schedule that is not the first of their class."""
 
 

@@ -38,7 +38,7 @@ def loops(name: str, uneven: bool, rank: int) -> tuple[bool, float, float, float
     """Whether captured and eager steps have the same bits; how far this rank's last latents, and those of the model's
     own loop, are from float64, over the largest latent; this rank's last latents as text; what was captured."""
     model, call = made(name, torch.bfloat16, uneven)
-    settings, schedule = stepgraph.settings_of(model), FAMILIES[name].schedule
+    settings, schedule = FAMILIES[name].settings(model), FAMILIES[name].schedule
     eager = stepgraph.wrap(model, schedule, device="cuda", overrides=settings, eager=True)
     wanted, _ = denoised(eager, call, STEPS)
     eager.close()
@@ -74,7 +74,8 @@ def test_twenty_steps_of_a_scheduler(name: str, ranks: int, uneven: bool) -> Non
 def float32_steps(name: str, rank: int) -> float:
     """As far as one float32 step is from the model's own forward."""
     model, call = made(name, torch.float32, True)
-    sharded = stepgraph.wrap(model, FAMILIES[name].schedule, device="cuda", overrides=stepgraph.settings_of(model))
+    tiny = FAMILIES[name]
+    sharded = stepgraph.wrap(model, tiny.schedule, device="cuda", overrides=tiny.settings(model))
     with torch.no_grad():
         (want,) = model(**call, return_dict=False)
         (got,) = sharded(**call, return_dict=False)
