@@ -83,10 +83,10 @@ class World:
         """(rank, stream) of the turns to take before chance decides."""
         self.every = [[RankQueues(self, version, rank) for rank in self.ranks] for version in range(len(plans))]
         """Of each plan, by rank."""
-        self.parameters = ParameterWatch(stages)
         for plan, ranks in zip(plans, self.every, strict=True):
             for rank, queues in enumerate(ranks):
                 issue(plan, rank, queues, make_stages(plan, rank, stages))
+        self.parameters = ParameterWatch(stages)
         self.queues = list(self.every[0])
         """Of each rank, those of the plan that it runs now."""
         self.taken: list[int] = []

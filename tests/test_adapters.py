@@ -425,7 +425,10 @@ def test_what_no_schedule_can_be_drafted_from(
         ("{", "other text"),
         ('{"_class_name": "UNet2DModel"}', "E622: there is no binding for the class diffusers.UNet2DModel"),
         ('{"_class_name": "WanTransformer3DModel", "patch_size": 2}', "is no config of WanTransformer3DModel"),
-        ('{"_class_name": "FluxTransformer2DModel", "in_channels": null, "out_channels": null}', "is no config of Flux"),
+        (
+            '{"_class_name": "FluxTransformer2DModel", "in_channels": null, "out_channels": null}',
+            "is no config of Flux",
+        ),
         ('{"_class_name": "WanTransformer3DModel", "num_layers": "x"}', "a whole number"),
     ],
 )

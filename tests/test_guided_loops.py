@@ -17,6 +17,7 @@ from stepgraph.planner.diagnostics import StepgraphError
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.schedule import read_schedule, schedule_path
 
+from support.cached import VARIANTS, Cached, cached_calls
 from support.parity import own, wrapped
 from support.tiny import FAMILIES, Call, Tiny, in_dtype, with_dtype
 
@@ -118,50 +119,25 @@ def test_a_wrapped_model_is_for_one_branch(tmp_path: Path) -> None:
 # A residual cache
 
 
-class Cached:
-    """The model's own forward with a residual cache for the layers in between, written anew."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.added = model, {}  # type: dict[str, Tensor]
-
-    def __call__(self, branch: str, variant: str, call: Call) -> Tensor:
-        model, blocks = self.model, self.model.blocks
-        seen: list[Tensor] = []
-        hooks = [blocks[number].register_forward_pre_hook(lambda module, given: seen.append(given[0]))
-                 for number in (1, len(blocks) - 1)]  # fmt: skip
-        if variant == "full":
-            got = own(model, call)
-            self.added[branch] = seen[1] - seen[0]
-        else:
-            blocks[1].forward = lambda x, *more: x + self.added[branch]
-            got = own(model, call)
-            del blocks[1].forward
-        for hook in hooks:
-            hook.remove()
-        return got
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_cached_step_adds_what_the_last_full_one_did(ranks: int, dtype: torch.dtype) -> None:
     """Variants of an adapter's schedule; each branch of guidance has a cache of its own."""
     tiny = FAMILIES["wan cached"]
     model = in_dtype(tiny.made(), dtype)
-    call, none = with_dtype(tiny.call(True), dtype), other_text(tiny.call(True)).to(dtype)
     sharded, reference = wrapped(tiny, model, ranks), Cached(model)
-    for number, variant in enumerate(["full", "cached", "cached", "full", "cached"]):
+    for variant, branch, call in cached_calls(with_dtype(tiny.call(True), dtype)):
         sharded.variant = variant
-        for branch, text in (("cond", call["encoder_hidden_states"]), ("uncond", none)):
-            now = {**call, "encoder_hidden_states": text, "timestep": torch.tensor([900.0, 400.0]) - 90 * number}
-            with sharded.cache_context(branch):
-                got = sharded(**now).sample
-            want, plain = reference(branch, variant, now), own(model, now)
-            slack = 1e-5 if dtype is torch.float32 else 2**-6
-            assert (got - want).abs().max() <= slack * want.abs().max(), (variant, branch)
-            if dtype is torch.float32:
-                assert ((got - plain).abs().max() > 1e-3 * plain.abs().max()) == (variant == "cached")
+        with sharded.cache_context(branch):
+            got = sharded(**call).sample
+        want, plain = reference(branch, variant, call), own(model, call)
+        slack = 1e-5 if dtype is torch.float32 else 2**-6
+        assert (got - want).abs().max() <= slack * want.abs().max(), (variant, branch)
+        if dtype is torch.float32:
+            assert ((got - plain).abs().max() > 1e-3 * plain.abs().max()) == (variant == "cached")
     assert len(sharded.sessions) == 2
     assert all(session.report.ok for session in sharded.sessions.values())
+    assert all(session.report.replays == len(VARIANTS) for session in sharded.sessions.values())
 
 
 def test_a_cached_step_needs_a_full_one_before_it() -> None:
