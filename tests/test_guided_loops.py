@@ -1,5 +1,7 @@
 """Both branches of guidance of a real model: in one step (batch, sequential, parallel), or in two with a cache."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +153,66 @@ def test_a_cached_step_needs_a_full_one_before_it() -> None:
     sharded.variant = "cached"
     with sharded.cache_context("uncond"), pytest.raises(StepgraphError, match="E614"):
         sharded(**FAMILIES["wan cached"].call(True))
+
+
+class Stand(torch.nn.Module):
+    """Takes a model's place in a pipeline, with the residual cache that was written anew."""
+
+    def __init__(self, model: Module) -> None:
+        super().__init__()
+        self.reference, self.variant, self.branch = Cached(model), "full", ""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["reference"].model, name)
+
+    @contextmanager
+    def cache_context(self, name: str, **more: object) -> Iterator[None]:
+        self.branch = name
+        yield
+
+    def forward(self, **call: object) -> tuple[Tensor]:
+        call.pop("return_dict")
+        return (self.reference(self.branch, self.variant, call),)
+
+
+def test_a_residual_cache_in_a_pipeline() -> None:
+    """`callback_on_step_end` chooses the variant of the next step; the pipeline tells the branch of each call."""
+    pytest.importorskip("transformers")
+    from diffusers import WanPipeline, WanTransformer3DModel
+
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 12, "text_dim": 20, "freq_dim": 16, "ffn_dim": 40}
+    model = WanTransformer3DModel(**sizes, in_channels=4, out_channels=4, num_layers=3).eval()
+    settings = {**stepgraph.settings_of(model), **FAMILIES["wan cached"].sizes}
+    sharded = stepgraph.wrap(model, "wan_14b_cached_u4", ranks=2, device="cpu", overrides=settings)
+    seen: list[str] = []
+
+    def next_variant(pipe: Any, step: int, time: Tensor, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        seen.append(pipe.transformer.variant or "full")
+        pipe.transformer.variant = "full" if step % 3 == 2 else "cached"
+        return given
+
+    def latents_of(stand_in: Any, always_full: bool = False) -> Tensor:
+        pipe = WanPipeline(
+            tokenizer=None, text_encoder=None, vae=None, scheduler=scheduler("unipc"), transformer=model
+        )  # fmt: skip
+        pipe.transformer = stand_in
+        pipe.set_progress_bar_config(disable=True)
+        generator = torch.Generator().manual_seed(3)
+        texts = torch.randn(2, 9, 20, generator=generator)
+        (latents,) = pipe(
+            prompt_embeds=texts[:1], negative_prompt_embeds=texts[1:], height=32, width=48, num_frames=5,
+            guidance_scale=4.0, num_inference_steps=STEPS, generator=generator, output_type="latent",
+            return_dict=False, callback_on_step_end=None if always_full else next_variant,
+        )  # fmt: skip
+        assert isinstance(latents, Tensor)
+        return latents
+
+    want, got, plain = latents_of(Stand(model)), latents_of(sharded), latents_of(model, always_full=True)
+    assert seen == ["full", "cached", "cached", "full", "cached", "cached"] * 2
+    assert [dict(key)["context"] for key in sharded.sessions] == ["cond", "uncond"]
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
+    assert (got - plain).abs().max() > 0.001 * plain.abs().max()
