@@ -95,9 +95,7 @@ class Session:
         if not isinstance(plan, Plan | PlanSet):
             hint = "stepgraph.load reads one from a file, stepgraph.compile makes one from a schedule"
             raise SessionError([_wrong_argument("plan", "a Plan or a PlanSet", f"a {type(plan).__name__}", hint)])
-        if device not in get_args(DeviceName):
-            expected = ", ".join(get_args(DeviceName))
-            raise CapabilityError([Diagnostic("E601", f"no device '{device}'", None, expected, repr(device))])
+        need_name(device)
         if type(seed) is not int or not 0 <= seed <= MAX_SEED:
             raise SessionError([_wrong_argument("seed", f"an int from 0 to {MAX_SEED}", repr(seed))])
         if graph_bytes is not None and (type(graph_bytes) is not int or graph_bytes < 0):
@@ -309,6 +307,13 @@ def _open(
         weights = "weights of the caller" if stages else f"weights made up from seed {seed}"
     maker = stages or MadeUpStages(seed, where, drawn_there=solo)
     return CudaBackend(plans, cache, maker, weights, eager, solo)
+
+
+def need_name(device: str) -> None:
+    """Raises CapabilityError E601 for what is no ``DeviceName``."""
+    if device not in get_args(DeviceName):
+        expected = ", ".join(get_args(DeviceName))
+        raise CapabilityError([Diagnostic("E601", f"no device '{device}'", None, expected, repr(device))])
 
 
 def cuda_lacks() -> str:

@@ -32,7 +32,7 @@ from stepgraph.runtime.adapters.family import (
     family_of_model,
     refuse,
 )
-from stepgraph.runtime.session import CapturedStep, DeviceName, Session
+from stepgraph.runtime.session import CapturedStep, DeviceName, Session, need_cuda, need_name
 
 log = logging.getLogger("stepgraph")
 
@@ -95,9 +95,10 @@ class Wrapped(Module):
         Raises:
             BindingError: E622 for a class that stepgraph has no binding for; E620 for a module that was changed in a
                 way that the schedule has no op for, or a schedule that a call has not all inputs of. ScheduleError:
-                as ``compile``.
+                as ``compile``. CapabilityError: E601 for no device's name.
         """
         super().__init__()
+        need_name(device)
         self.model = model
         self.family = family_of_model(model)
         self.schedule, self.overrides = schedule_path(str(schedule)), dict(overrides or {})
@@ -192,6 +193,8 @@ class Wrapped(Module):
         key = (*context, *(() if self.file.buckets else sorted(lengths.items())))
         if key not in self.sessions:
             family_of_model(self.model)  # nothing was changed since the last session that the plan does not compute
+            if self.device_type() == "cuda":
+                need_cuda()
             check_placed(self.model, self.device_type())
             started = time.perf_counter()
             plans = self.plans_for(lengths)

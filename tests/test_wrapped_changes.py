@@ -217,6 +217,16 @@ def test_weights_elsewhere_are_told() -> None:
     assert "got:      meta" in str(error.value)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_a_device_that_is_not_there() -> None:
+    tiny = FAMILIES["wan"]
+    sharded = stepgraph.wrap(model_of(), tiny.schedule, device="cuda", overrides=tiny.settings(model_of()))
+    with pytest.raises(StepgraphError, match="E601: the cuda device is not there"):
+        sharded(**tiny.call(True))
+    with pytest.raises(StepgraphError, match="E601: no device 'tpu'"):
+        stepgraph.wrap(model_of(), tiny.schedule, device="tpu")  # type: ignore[arg-type]
+
+
 def test_autocast_is_refused() -> None:
     sharded = wrapped(FAMILIES["flux"], model_of("flux"), 2)
     with pytest.raises(StepgraphError, match=r"E621.*autocast"), torch.autocast("cpu", torch.bfloat16):
