@@ -309,10 +309,11 @@ CODES: dict[str, Entry] = {
         "Report it with the plan: the capture has lost work.",
     ),
     "E609": Entry(
-        "a parameter that has moved",
-        "A captured step reads weights and buffers where they were when it was captured. One has been swapped, "
-        "offloaded or dropped since, as LoRA and offloading do.",
-        "Change weights in place, or open a new session.",
+        "a parameter or layer that was exchanged",
+        "A captured step reads weights and buffers where they were when it was captured, and repeats what its layers "
+        "did then. One was swapped, offloaded or dropped since, or a hook, an adapter (LoRA) or an attention backend "
+        "was set or taken away. On the cpu device the same is an error.",
+        "Change weights in place, or open a new session; close() of a wrapped model lets its next call do so.",
     ),
     "E610": Entry(
         "a stage that fails",
@@ -354,8 +355,9 @@ CODES: dict[str, Entry] = {
     "E620": Entry(
         "a binding that does not fit",
         "The schedule and the module that its ops are bound to differ: layers, sizes or dtype, an op without a stage, "
-        "a stage without an op; or the module was changed (a cache, another attention processor, context parallelism) "
-        "in a way that no op computes. All mismatches are told at once, before anything is captured.",
+        "a stage without an op; or the module was changed (a cache, another attention processor, hooks, context "
+        "parallelism) in a way that no op computes, or is elsewhere than the session. All mismatches are told at once, "
+        "before anything is captured.",
         "`stepgraph init --from CLASS` writes a schedule with the sizes of a class; `settings_of(model)` gives those "
         "of a module as overrides.",
     ),

@@ -19,6 +19,7 @@ from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
 from stepgraph.planner.plan import Buffer, Plan
 from stepgraph.planner.plan_set import version as version_of
 from stepgraph.planner.verify.counterexample import Turn
+from stepgraph.runtime.bindings import ParameterWatch
 from stepgraph.runtime.cache import ReplayCache
 from stepgraph.runtime.cpu_collective import Rendezvous
 from stepgraph.runtime.cpu_memory import (
@@ -89,6 +90,7 @@ class World:
         for plan, ranks in zip(plans, self.every, strict=True):
             for rank, queues in enumerate(ranks):
                 issue(plan, rank, queues, make_stages(plan, rank, stages))
+        self.parameters = ParameterWatch(stages)
         self.queues = list(self.every[0])
         """Of each rank, those of the plan that it runs now."""
         self.taken: list[int] = []
@@ -135,10 +137,11 @@ class World:
         """Let a rank run a plan in its next step.
 
         Raises:
-            StepgraphError: E607 where another rank runs another plan in the same step.
+            StepgraphError: E607 where another rank runs another plan in the same step. ParameterError: E609.
         """
         number = self.started[rank]
         if number == len(self.taken):
+            self.parameters.check()
             self.taken.append(version)
             self.cache.use(version)
         if version != self.taken[number]:

@@ -250,8 +250,7 @@ class CudaBackend:
         the step's own memory, which the next step changes. Calls of several threads come one after another."""
         with self.one_at_a_time:
             step = self._ready(given.version)
-            if step.captured is not None:
-                self.parameters.check()
+            self.parameters.check()
             caller, origin = torch.cuda.current_stream(self.device), self.streams[0]
             origin.wait_stream(caller)
             if self.taken is not None:

@@ -95,9 +95,7 @@ class Session:
         if not isinstance(plan, Plan | PlanSet):
             hint = "stepgraph.load reads one from a file, stepgraph.compile makes one from a schedule"
             raise SessionError([_wrong_argument("plan", "a Plan or a PlanSet", f"a {type(plan).__name__}", hint)])
-        if device not in get_args(DeviceName):
-            expected = ", ".join(get_args(DeviceName))
-            raise CapabilityError([Diagnostic("E601", f"no device '{device}'", None, expected, repr(device))])
+        need_name(device)
         if type(seed) is not int or not 0 <= seed <= MAX_SEED:
             raise SessionError([_wrong_argument("seed", f"an int from 0 to {MAX_SEED}", repr(seed))])
         if graph_bytes is not None and (type(graph_bytes) is not int or graph_bytes < 0):
@@ -107,7 +105,8 @@ class Session:
         self.cache = ReplayCache(list(self.plans.versions()), sizes, graph_bytes)
         self._before: dict[tuple[int, str], str] = {}
         """(rank, bucket) -> the variant that came last."""
-        self._backend: Backend | None = _open(self.plans.plans, self.cache, device, seed, stages, eager, solo)
+        with torch.inference_mode(False), torch.no_grad():  # what is made here is written to by every step
+            self._backend: Backend | None = _open(self.plans.plans, self.cache, device, seed, stages, eager, solo)
 
     def __enter__(self) -> Session:
         return self
@@ -180,7 +179,8 @@ class Session:
         """Zero the plan's states, as before the first step. On cuda every rank calls it, between the same two steps:
         what is zeroed lies behind the last step and the caller's current stream, and no rank goes on before all have
         zeroed theirs."""
-        self.backend.reset_state()
+        with torch.inference_mode(False):
+            self.backend.reset_state()
 
     def follow(self, interleaving: Interleaving) -> None:
         """On cpu: let ranks take these turns first, from the next step on.
@@ -204,7 +204,8 @@ class Session:
                 that may not follow the one before it.
         """
         backend = self.backend
-        results = backend.run([self._host(rank, loop(rank)) for rank in backend.ranks], views)
+        with torch.inference_mode(False):  # what a step makes outlives it, and is written to by later ones
+            results = backend.run([self._host(rank, loop(rank)) for rank in backend.ranks], views)
         deadlocks = [f for f in backend.report.faults if f.kind == "deadlock"] if isinstance(backend, World) else []
         if deadlocks:
             raise SessionError([Diagnostic("E401", "the step does not finish", None, "", deadlocks[0].message)])
@@ -304,9 +305,15 @@ def _open(
         weights = stages.description()
     else:
         weights = "weights of the caller" if stages else f"weights made up from seed {seed}"
-    with torch.inference_mode(False), torch.no_grad():  # what is made here is written to by every step
-        maker = stages or MadeUpStages(seed, where, drawn_there=solo)
-        return CudaBackend(plans, cache, maker, weights, eager, solo)
+    maker = stages or MadeUpStages(seed, where, drawn_there=solo)
+    return CudaBackend(plans, cache, maker, weights, eager, solo)
+
+
+def need_name(device: str) -> None:
+    """Raises CapabilityError E601 for what is no ``DeviceName``."""
+    if device not in get_args(DeviceName):
+        expected = ", ".join(get_args(DeviceName))
+        raise CapabilityError([Diagnostic("E601", f"no device '{device}'", None, expected, repr(device))])
 
 
 def cuda_lacks() -> str:

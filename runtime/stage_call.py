@@ -48,12 +48,15 @@ def call_stage(
         StageError: E610 where it fails, or gives other tensors than its op makes. CapabilityError: E606 for want of
             memory.
     """
+    before = _changes(inputs)
     try:
         with torch.no_grad():
             results = stage(inputs)
     except Exception as error:
         raise _failed(plan, run, "captured" if capturing else "run", error) from error
     made = plan.ranks[rank].made_by(run)
+    if not any(view in run.inputs for view in run.outputs) and _changes(inputs) != before:
+        raise _wrong(plan, run, "a new tensor: only norm_rope and rope change operands", "an operand changed in place")
     if not isinstance(results, list | tuple) or len(results) != len(made):
         got = f"{len(results)}" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
         raise _wrong(plan, run, f"a list of {len(made)} tensors", got)
@@ -62,6 +65,11 @@ def call_stage(
         (number, _contents(plan, run, program.buffers[number], result, inputs))
         for number, result in zip(made, results, strict=True)
     ]
+
+
+def _changes(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each tensor was written to so far."""
+    return [tensor._version for tensor in tensors]
 
 
 def _contents(plan: Plan, run: Run, buffer: Buffer, result: object, inputs: Sequence[Tensor]) -> Tensor:

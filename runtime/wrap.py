@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,21 @@ from torch.nn import Module
 
 from stepgraph.planner.buckets import match
 from stepgraph.planner.compile import compile_set
+from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import Plan
 from stepgraph.planner.plan_set import PlanSet
 from stepgraph.planner.schedule import load_schedule, schedule_path
-from stepgraph.runtime.adapters.binding import Binding, BoundStages, Settings
+from stepgraph.runtime.adapters.binding import Binding, BindingError, BoundStages, Settings
 from stepgraph.runtime.adapters.family import (
     Arguments,
     bound_arguments,
     check_honoured,
+    check_no_autocast,
+    check_placed,
     family_of_model,
     refuse,
 )
-from stepgraph.runtime.session import CapturedStep, DeviceName, Session
+from stepgraph.runtime.session import CapturedStep, DeviceName, Session, need_cuda, need_name
 
 log = logging.getLogger("stepgraph")
 
@@ -41,10 +45,15 @@ def bind(
     ops whose stages go through torch.compile; each is held against the stage itself when a session makes it (E623).
 
     Raises:
-        BindingError: E620 with every mismatch between the schedule and the module; E622 for a class without a binding.
+        BindingError: E620 with every mismatch between the schedule and the module, or for what is no plan; E622 for a
+            class without a binding.
     """
+    if not isinstance(plan, Plan | PlanSet):
+        got = f"a {type(plan).__name__}"
+        raise BindingError([Diagnostic("E620", "stages are bound to a plan", None, "a Plan or a PlanSet", got)])
     plans = plan.plans if isinstance(plan, PlanSet) else (plan,)
-    return BoundStages(binding or family_of_model(model).binding, model, plans, compiled)
+    names = (compiled,) if isinstance(compiled, str) else compiled
+    return BoundStages(binding or family_of_model(model).binding, model, plans, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,7 @@ class Wrapped(Module):
     model's own: ``pipe.transformer = stepgraph.wrap(pipe.transformer, "wan_14b_u4")``. Where the schedule has buckets,
     one session serves all lengths that they have; else a call of other lengths than before compiles the schedule and
     opens a session for them. ``variant`` says which version of the step the next calls take, where the schedule has
-    several; "" is the first."""
+    several; "" is the first. Where it has states, calls in each ``cache_context`` have states of their own."""
 
     def __init__(
         self,
@@ -85,20 +94,24 @@ class Wrapped(Module):
 
         Raises:
             BindingError: E622 for a class that stepgraph has no binding for; E620 for a module that was changed in a
-                way that the schedule has no op for. ScheduleError: E100.
+                way that the schedule has no op for, or a schedule that a call has not all inputs of. ScheduleError:
+                as ``compile``. CapabilityError: E601 for no device's name.
         """
         super().__init__()
+        need_name(device)
         self.model = model
         self.family = family_of_model(model)
         self.schedule, self.overrides = schedule_path(str(schedule)), dict(overrides or {})
         self.ranks, self.on, self.seed, self.eager = ranks, device, seed, eager
-        self.compiled = tuple(compiled)
+        self.compiled = (compiled,) if isinstance(compiled, str) else tuple(compiled)
         self.most, self.graph_bytes, self.variant = max(1, most), graph_bytes, ""
-        schedule_file = load_schedule(self.schedule)
-        self.reads = {name for name, _ in schedule_file.inputs}
-        self.has_buckets = bool(schedule_file.buckets)
+        self.file = load_schedule(self.schedule, tuple((path, str(value)) for path, value in self.overrides.items()))
+        self.family.check_schedule(self.file)
+        self.reads = {name for name, _ in self.file.inputs}
+        self.context = ""
         self.sessions: OrderedDict[tuple[tuple[str, int | str], ...], Session] = OrderedDict()
-        """By the lengths of their calls, the least recently used first; one where there are buckets."""
+        """By the lengths of their calls, where there are no buckets, and their context, where there are states; the
+        least recently used first."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -106,6 +119,31 @@ class Wrapped(Module):
         except AttributeError:
             return getattr(super().__getattr__("model"), name)
 
+    def __getstate__(self) -> dict[str, object]:
+        """A copy opens sessions of its own: those that are held run this model."""
+        return {**vars(self), "sessions": OrderedDict()}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own: weights change in place, and the next call uses them."""
+        return self.model.load_state_dict(*args, **kwargs)
+
+    @contextmanager
+    def cache_context(self, name: str, **more: Any) -> Iterator[None]:
+        """Calls inside are those of one branch of guidance, as pipelines of diffusers name it: what a schedule keeps
+        from step to step in states is kept for each."""
+        model: Any = self.model
+        before, self.context = self.context, name
+        try:
+            with model.cache_context(name, **more):
+                yield
+        finally:
+            self.context = before
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: object, **kwargs: object) -> object:
         """The model's own forward, with its arguments and its result.
 
@@ -120,7 +158,8 @@ class Wrapped(Module):
             family_of_model(self.model)  # refuses it
         call = self.prepare(args, kwargs)
         with torch.no_grad():
-            noise = self._step_for(call.lengths)(**call.inputs)
+            step = self._step_for(call.lengths)
+            noise = step(**{entry.name: call.inputs[entry.name] for entry in step.plan.inputs})
             assert isinstance(noise, Tensor)
             sample = self.family.output(self.model, call.arguments, noise)
         return Transformer2DModelOutput(sample=sample) if call.arguments.given["return_dict"] else (sample,)
@@ -128,6 +167,7 @@ class Wrapped(Module):
     def prepare(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> PreparedCall:
         """A call's lengths, and the plan's inputs for it. Raises ArgumentError E621."""
         given = bound_arguments(self.model, args, kwargs)
+        check_no_autocast(self.device_type())
         check_honoured(self.model, self.family, given)
         arguments = Arguments(given)
         lengths = self.family.lengths(self.model, arguments)
@@ -141,23 +181,33 @@ class Wrapped(Module):
                     raise refuse(argument, f"nothing: the schedule has no input '{name}'", "a tensor", hint)
         return PreparedCall(arguments, lengths, inputs)
 
+    def device_type(self) -> str:
+        """Where sessions run: cpu or cuda."""
+        if self.on == "auto":
+            return "cuda" if torch.cuda.is_available() and dist.is_initialized() else "cpu"
+        return self.on
+
     def _step_for(self, lengths: Settings) -> CapturedStep:
         """The step of the variant that is set, for calls of these lengths."""
-        key = () if self.has_buckets else tuple(sorted(lengths.items()))
+        context = (("context", self.context),) if self.file.state else ()
+        key = (*context, *(() if self.file.buckets else sorted(lengths.items())))
         if key not in self.sessions:
             family_of_model(self.model)  # nothing was changed since the last session that the plan does not compute
-            while len(self.sessions) >= self.most:
-                self.sessions.popitem(last=False)[1].close()
+            if self.device_type() == "cuda":
+                need_cuda()
+            check_placed(self.model, self.device_type())
             started = time.perf_counter()
             plans = self.plans_for(lengths)
             stages = bind(self.model, plans, compiled=self.compiled)
+            while len(self.sessions) >= self.most:
+                self.sessions.popitem(last=False)[1].close()
             self.sessions[key] = Session(plans, self.on, self.seed, stages, self.eager, graph_bytes=self.graph_bytes)
             took = time.perf_counter() - started
             log.info("%s: a session for %s, opened in %.1f s; %d held", plans.name, lengths, took, len(self.sessions))
         self.sessions.move_to_end(key)
         session = self.sessions[key]
         bucket = ""
-        if self.has_buckets:
+        if self.file.buckets:
             bucket = match(
                 session.plans, {name.removeprefix("seq."): int(size) for name, size in lengths.items()}
             ).bucket
@@ -166,13 +216,17 @@ class Wrapped(Module):
     def plans_for(self, lengths: Settings) -> PlanSet:
         """The schedule's plans for the ranks that there are and, where it has no buckets, the lengths of a call."""
         ranks = self.ranks
-        if ranks is None and self.on != "cpu" and dist.is_initialized():
-            ranks = dist.get_world_size()
+        if ranks is None and self.device_type() == "cuda":
+            ranks = dist.get_world_size() if dist.is_initialized() else None
         settings = dict(self.overrides)
-        if not self.has_buckets:
+        if not self.file.buckets:
             settings |= {f"shape.{name}": size for name, size in lengths.items()}
         if ranks is not None:
-            settings["mesh.ulysses"] = ranks
+            others = self.file.axis("cfg") * self.file.axis("tensor")
+            if ranks % others:
+                expected, got = f"a multiple of {others}, the mesh's other axes", str(ranks)
+                raise BindingError([Diagnostic("E620", "ranks that fill no mesh", None, expected, got)])
+            settings["mesh.ulysses"] = ranks // others
         return compile_set(load_schedule(self.schedule, tuple((path, str(value)) for path, value in settings.items())))
 
     def close(self) -> None:

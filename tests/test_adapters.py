@@ -370,7 +370,7 @@ def test_a_cache_of_diffusers_that_is_enabled_later() -> None:
 
 # stepgraph init --from
 
-OTHERS = ("qwen_image masked", "wan per token")
+OTHERS = ("qwen_image masked", "wan cached", "wan per token")
 """With a schedule that is not the first of their class."""
 
 
@@ -386,8 +386,12 @@ def test_a_schedule_is_drafted_from_a_class_and_from_a_config(
     stated, shipped = load_schedule(Path("defaults.yaml")), load_schedule(schedule_path(tiny.schedule))
     assert stated.model == shipped.model
     assert stated.own_sizes == shipped.own_sizes
+    assert cli.run(["init", "same", "--from", kind]) == 0
+    assert load_schedule(Path("same.yaml")).model == stated.model
     model.save_config(tmp_path)  # type: ignore[operator]
     assert cli.run(["init", "mine", "--from", "config.json"]) == 0
+    assert cli.run(["init", "folder", "--from", "."]) == 0
+    assert load_schedule(Path("folder.yaml")).model == load_schedule(Path("mine.yaml")).model
     sharded = stepgraph.wrap(model, "mine.yaml", ranks=2, device="cpu", overrides={"model.dtype": "float32"})
     call = tiny.call(True)
     torch.testing.assert_close(sharded(**call).sample, own(model, call), rtol=1e-4, atol=1e-5)
@@ -399,6 +403,7 @@ def test_a_schedule_is_drafted_from_a_class_and_from_a_config(
         ("diffusers.UNet2DModel", 3, "E622: there is no binding for the class diffusers.UNet2DModel"),
         ("diffusers.WanTransformer3DModl", 3, "did you mean 'WanTransformer3DModel'?"),
         ("os.WanTransformer3DModel", 3, "E622"),
+        ("WanTransformer3DModl", 3, "E622: there is no binding for the class diffusers.WanTransformer3DModl"),
         ("missing.json", 2, "E100: missing.json is no config"),
     ],
 )
@@ -410,3 +415,27 @@ def test_what_no_schedule_can_be_drafted_from(
     assert cli.run(["init", "--from", source]) == code
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ('{"num_layers": 2}', "a JSON object with _class_name"),
+        ("[1]", "a JSON object with _class_name"),
+        ("{", "other text"),
+        ('{"_class_name": "UNet2DModel"}', "E622: there is no binding for the class diffusers.UNet2DModel"),
+        ('{"_class_name": "WanTransformer3DModel", "patch_size": 2}', "is no config of WanTransformer3DModel"),
+        (
+            '{"_class_name": "FluxTransformer2DModel", "in_channels": null, "out_channels": null}',
+            "is no config of Flux",
+        ),
+        ('{"_class_name": "WanTransformer3DModel", "num_layers": "x"}', "a whole number"),
+    ],
+)
+def test_configs_that_are_none(config: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "some.json"
+    file.write_text(config)
+    output = tmp_path / "mine.yaml"
+    assert cli.run(["init", "mine", "--from", str(file), "-o", str(output)]) in (1, 2, 3)
+    assert told in capsys.readouterr().err
+    assert not output.exists()

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def test_weights_are_the_modules_own_and_are_named(page: dict[str, Any]) -> None
     [
         ({"model.layers": 3}, "the number of layers of 'self_attention'"),
         ({"model.hidden": 72}, "model.hidden differs between the schedule and the module"),
+        ({"model.kv_heads": 2}, "model.kv_heads differs between the schedule and the module"),
         ({"model.dtype": "float64"}, "float64, in the schedule quickstart"),
     ],
 )
@@ -70,6 +72,38 @@ def test_mismatches_are_told_with_their_place(page: dict[str, Any], settings: di
     assert "in the module, a Model" in str(error.value)
     assert "quickstart.yaml" in str(error.value) or "--set" in str(error.value)
     assert len(error.value.diagnostics) == 1
+
+
+def test_other_heads_of_the_same_total_size_are_told(page: dict[str, Any]) -> None:
+    plan = stepgraph.compile("quickstart", {"model.heads": 4, "model.kv_heads": 4, "model.head_dim": 32})
+    with pytest.raises(StepgraphError, match="E620") as error:
+        stepgraph.bind(page["model"], plan, page["BINDING"])
+    for part in ("model.heads differs", "4, in the schedule", "8, in the module", "model.head_dim differs"):
+        assert part in str(error.value), str(error.value)
+
+
+def test_what_a_binding_must_tell_and_may_not(page: dict[str, Any]) -> None:
+    """Without its heads nothing would fail and results would be wrong."""
+    plan, binding = stepgraph.compile("quickstart"), page["BINDING"]
+    changed = replace(binding, sizes=lambda model: {"model.hiden": 64, "heads": 8, "shape.seq": 3, "sizes.any": 1})
+    with pytest.raises(StepgraphError, match="E620") as error:
+        stepgraph.bind(page["model"], plan, changed)
+    for part in ("does not tell model.heads of", "does not tell model.head_dim of", "no schedule has: model.hiden",
+                 "no schedule has: heads", "no schedule has: shape.seq"):  # fmt: skip
+        assert part in str(error.value), str(error.value)
+    assert "sizes.any" not in str(error.value)  # a size that this schedule leaves open
+    with pytest.raises(StepgraphError, match=r"E620: stages are bound to a plan"):
+        stepgraph.bind(page["model"], "quickstart", binding)  # type: ignore[arg-type]
+
+
+def test_a_schedule_may_leave_out_optional_stages(page: dict[str, Any]) -> None:
+    plan, binding = stepgraph.compile("quickstart"), page["BINDING"]
+    more = replace(binding, stages={**binding.stages, "step.cache": lambda model, x: x})
+    with pytest.raises(
+        StepgraphError, match=r"E620: .* has a stage that the schedule quickstart leaves out: step.cache"
+    ):
+        stepgraph.bind(page["model"], plan, more)
+    stepgraph.bind(page["model"], plan, replace(more, optional=frozenset({"step.cache"})))
 
 
 def test_tensor_parallel_schedules_are_refused(page: dict[str, Any]) -> None:
@@ -85,6 +119,8 @@ def test_a_stage_that_makes_something_else_is_told(page: dict[str, Any]) -> None
     for name, wrong, told in (
         ("self_attention.norm_rope", lambda layer, q, k, rope: q, "argument 2"),
         ("self_attention.qkv", lambda layer, h: layer.qkv(h)[..., :-1], "E610: .* gives what its op does not make"),
+        ("self_attention.residual", lambda layer, x, a: x.add_(a), "an operand changed in place"),
+        ("self_attention.norm", lambda layer, x: layer.norm(x.mul_(2)), "an operand changed in place"),
     ):
         stages = {**binding.stages, name: wrong}
         changed = stepgraph.Binding(binding.name, binding.blocks, stages, binding.sizes)
@@ -156,3 +192,5 @@ def test_ranks_with_other_compiled_stages_are_told_apart(
     assert len({one.description() for one in bound}) == 3
     with pytest.raises(StepgraphError, match=r"E620: no stage to compile is called self_attention.norm3"):
         stepgraph.bind(model, plan, page["BINDING"], ["self_attention.norm3"])
+    with pytest.raises(StepgraphError, match=r"E620: no stage to compile is called self_attention.norm3"):
+        stepgraph.bind(model, plan, page["BINDING"], "self_attention.norm3")  # one name is a name

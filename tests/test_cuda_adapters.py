@@ -10,8 +10,10 @@ import torch
 
 import stepgraph
 from stepgraph.planner.diagnostics import StepgraphError
+from stepgraph.runtime.cache import CacheStats
 from stepgraph.runtime.facts import CaptureFacts
 
+from support.cached import VARIANTS, Cached, cached_calls
 from support.ranks import on_ranks
 from support.tiny import FAMILIES, denoised, in_dtype, moved_to, with_dtype
 
@@ -38,7 +40,7 @@ def loops(name: str, uneven: bool, rank: int) -> tuple[bool, float, float, float
     """Whether captured and eager steps have the same bits; how far this rank's last latents, and those of the model's
     own loop, are from float64, over the largest latent; this rank's last latents as text; what was captured."""
     model, call = made(name, torch.bfloat16, uneven)
-    settings, schedule = stepgraph.settings_of(model), FAMILIES[name].schedule
+    settings, schedule = FAMILIES[name].settings(model), FAMILIES[name].schedule
     eager = stepgraph.wrap(model, schedule, device="cuda", overrides=settings, eager=True)
     wanted, _ = denoised(eager, call, STEPS)
     eager.close()
@@ -74,10 +76,13 @@ def test_twenty_steps_of_a_scheduler(name: str, ranks: int, uneven: bool) -> Non
 def float32_steps(name: str, rank: int) -> float:
     """As far as one float32 step is from the model's own forward."""
     model, call = made(name, torch.float32, True)
-    sharded = stepgraph.wrap(model, FAMILIES[name].schedule, device="cuda", overrides=stepgraph.settings_of(model))
+    tiny = FAMILIES[name]
+    sharded = stepgraph.wrap(model, tiny.schedule, device="cuda", overrides=tiny.settings(model))
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False  # of the model's own convolution
     with torch.no_grad():
         (want,) = model(**call, return_dict=False)
         (got,) = sharded(**call, return_dict=False)
+    torch.backends.cudnn.allow_tf32 = before
     sharded.close()
     return float((got - want).abs().max() / want.abs().max())
 
@@ -85,6 +90,45 @@ def float32_steps(name: str, rank: int) -> float:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_float32_step(name: str) -> None:
     assert max(on_ranks(4, partial(float32_steps, name), seconds=200)) < 1e-4  # type: ignore[type-var, operator]
+
+
+def cached(eager: bool, graph_bytes: int | None, rank: int) -> tuple[list[float], list[float], list[CacheStats]]:
+    """How far each call of a loop with a residual cache is from one written anew, the sums of what they give, and the
+    statistics of the session of each branch."""
+    model, call = made("wan cached", torch.bfloat16, True)
+    settings = FAMILIES["wan cached"].settings(model)
+    sharded = stepgraph.wrap(
+        model, "wan_14b_cached_u4", device="cuda", overrides=settings, eager=eager, graph_bytes=graph_bytes
+    )
+    reference, errors, sums = Cached(model), [], []
+    for variant, branch, given in cached_calls(call):
+        sharded.variant = variant
+        with sharded.cache_context(branch):
+            (got,) = sharded(**given, return_dict=False)
+        want = reference(branch, variant, given)
+        errors.append(float((got - want).abs().max() / want.abs().max()))
+        sums.append(float(got.double().sum()))
+    stats = [session.stats() for session in sharded.sessions.values()]
+    sharded.close()
+    return errors, sums, stats
+
+
+def test_a_residual_cache_in_two_branches() -> None:
+    """Captured and eager give the same; with room for one version a session, every change of variant captures again."""
+    found: dict[str, Any] = {
+        name: on_ranks(2, partial(cached, name == "eager", 1 if name == "tight" else None), seconds=300)
+        for name in ("eager", "captured", "tight")
+    }
+    for ranks in found.values():
+        for errors, sums, stats in ranks:
+            assert max(errors) <= 2**-5
+            assert sums == found["eager"][0][1]
+            assert len(stats) == 2
+    for _, _, stats in found["captured"]:
+        assert all((one.hits, one.misses, one.evictions) == (len(VARIANTS), 0, 0) for one in stats)
+    changes = 1 + sum(one != two for one, two in pairwise(VARIANTS))
+    for _, _, stats in found["tight"]:
+        assert all((one.misses, one.evictions) == (changes, changes - 1) for one in stats)
 
 
 def swapped(rank: int) -> str:

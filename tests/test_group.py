@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import stepgraph
+from stepgraph.planner.compile import compile_schedule
 from stepgraph.planner.diagnostics import CapabilityError, Diagnostic, StepgraphError
+from stepgraph.planner.schedule import read_schedule
 from stepgraph.runtime import group
 from stepgraph.runtime.bindings import ParameterWatch
 from stepgraph.runtime.executor import issued_together
@@ -92,6 +95,29 @@ def test_ranks_with_other_plans_are_told_both_sides() -> None:
     assert first == second
     assert "as on rank 0" in first
     assert "on rank 1" in first
+
+
+def other_settings(rank: int) -> str:
+    """What a session compares before it makes anything, for stages that are compiled on one rank only."""
+    names = ("a",) if rank == 1 else ()
+    text = "version: 1\nname: one\nmodel: {layers: 1, hidden: 8, heads: 2, head_dim: 4, ffn: 8, dtype: float32}\n"
+    text += "mesh: {ulysses: 2}\nshape: {batch: 1, seq: 4}\ninputs: {x: {shape: [batch, seq, 8]}}\noutputs: [y]\n"
+    text += "step:\n  - call: {name: a, in: x, out: y, like: x}\n"
+    plan = compile_schedule(read_schedule(text, "one.yaml"))
+    sizes = {"model.heads": 2, "model.head_dim": 4}
+    binding = stepgraph.Binding("mine", {}, {"step.a": lambda model, x: model(x)}, lambda model: sizes)
+    bound = stepgraph.bind(torch.nn.Linear(8, 8), plan, binding, [f"step.{name}" for name in names])
+    with pytest.raises(group.GroupError) as error:
+        group.agree("versions and mode", bound.description())
+    return str(error.value)
+
+
+def test_ranks_that_compile_other_stages_are_told() -> None:
+    """CASES 33."""
+    for told in on_ranks(2, other_settings):
+        assert "E607: ranks disagree on versions and mode" in told
+        assert "compiled: nothing" in told
+        assert "compiled: step.a" in told
 
 
 def too_few(rank: int) -> str:

@@ -14,7 +14,7 @@ from stepgraph.tools.output import emit_json, format_option
 @click.option(
     "--from",
     "source",
-    help="A class that stepgraph binds, as diffusers.WanTransformer3DModel, or the config.json of such a model.",
+    help="A class that stepgraph binds, as diffusers.WanTransformer3DModel, or such a model's config.json or folder.",
 )
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Where it goes; by default NAME.yaml.")
 @click.option("--force", is_flag=True, help="Write over a file that is there.")

@@ -15,6 +15,7 @@ from stepgraph.planner.diagnostics import Diagnostic, StepgraphError, nearest
 from stepgraph.planner.plan import Op, Plan, Run
 from stepgraph.planner.schedule import Schedule, read_schedule
 from stepgraph.planner.source import TreePath
+from stepgraph.runtime.adapters.layers import layer_facts
 
 StageFunction = Callable[..., Tensor | Sequence[Tensor]]
 """Takes a module and the op's operands; gives what the op makes."""
@@ -24,6 +25,9 @@ BlockModules = Callable[[Any], Sequence[Module]]
 """The modules of a block's layers, of a model."""
 WITHOUT_WEIGHTS = ("concat", "guide", "join", "keep", "repeat", "sum")
 """Kinds whose arithmetic the schedule says in full: nothing is bound to them."""
+NEEDED = ("model.heads", "model.head_dim")
+"""What every binding tells: with other heads of the same total size, results would be wrong and nothing would fail."""
+MODEL_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "dtype")
 
 
 class BindingError(StepgraphError):
@@ -40,13 +44,16 @@ class Binding:
     of a block in ``blocks``, else the whole model. It returns a tensor for each result, or one tensor for all of them,
     in any shape with the right number of elements. What an op that works in place returns is copied into its operands.
 
-    ``sizes`` tells what a module has, by the paths of the schedule that must say the same.
+    ``sizes`` tells what a module has, by the paths of the schedule that must say the same, ``model.heads`` and
+    ``model.head_dim`` among them; ``model.kv_heads`` is ``model.heads`` unless it is told. A schedule may leave out
+    ``optional`` stages.
     """
 
     name: str
     blocks: Mapping[str, BlockModules]
     stages: Mapping[str, StageFunction]
     sizes: Callable[[Any], Settings]
+    optional: frozenset[str] = frozenset()
 
 
 class BoundStages:
@@ -75,6 +82,9 @@ class BoundStages:
 
     def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
         return self.model.named_buffers()
+
+    def named_layers(self) -> Iterable[tuple[str, Mapping[str, object]]]:
+        return layer_facts(self.model)
 
     def description(self) -> str:
         """What ranks of one group have alike."""
@@ -157,7 +167,7 @@ def _wrong_stages(bound: BoundStages, plans: Sequence[Plan]) -> list[Diagnostic]
             "E620", f"{binding} has a stage that {schedule} leaves out: {name}", None, f"an op called {name}", "none"
         )
         for name in known
-        if name not in ops
+        if name not in ops and name not in bound.binding.optional
     ]
     return problems
 
@@ -194,9 +204,21 @@ def _wrong_sizes(bound: BoundStages, plan: Plan) -> list[Diagnostic]:
         if block in bound.layers and len(bound.layers[block]) != len(bound.numbers.get(block, ())):
             said = len(bound.numbers.get(block, ()))
             differs(f"the number of layers of '{block}'", ("blocks", block), said, len(bound.layers[block]))
-    for path, has in bound.binding.sizes(bound.model).items():
+    sizes = dict(bound.binding.sizes(bound.model))
+    problems += [
+        Diagnostic("E620", f"the binding {bound.binding.name} does not tell {path} of {module}", None, "it", "nothing")
+        for path in NEEDED
+        if path not in sizes
+    ]
+    if "model.heads" in sizes:
+        sizes.setdefault("model.kv_heads", sizes["model.heads"])
+    for path, has in sizes.items():
         stated = _said(schedule, path)
-        if stated is not None and stated != str(has):
+        if stated is None:
+            expected = ", ".join(f"model.{size}" for size in MODEL_SIZES) + ", or sizes.NAME"
+            message = f"the binding {bound.binding.name} tells a size that no schedule has: {path}"
+            problems.append(Diagnostic("E620", message, None, expected, path))
+        elif stated and stated != str(has):
             differs(path, tuple(path.split(".")), stated, has)
     if schedule.axis("tensor") > 1:
         problems.append(
@@ -212,11 +234,14 @@ def _wrong_sizes(bound: BoundStages, plan: Plan) -> list[Diagnostic]:
 
 
 def _said(schedule: Schedule, path: str) -> str | None:
-    """What a schedule says at a path under ``model`` or ``sizes``; None where it leaves that open."""
-    section, name = path.split(".")
+    """What a schedule says at a path under ``model`` or ``sizes``; "" where it leaves that open, None for a path that
+    no schedule has."""
+    section, _, name = path.partition(".")
     if section == "sizes":
         size = dict(schedule.own_sizes).get(name)
-        return None if size is None else str(size)
+        return "" if size is None else str(size)
+    if section != "model" or name not in MODEL_SIZES:
+        return None
     if name == "dtype":
         return schedule.model.dtype.value
     return str(schedule.model.layers if name == "layers" else schedule.sizes[name])

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from stepgraph.planner.diagnostics import Diagnostic, StepgraphError, nearest
+from stepgraph.planner.schedule import Schedule, load_schedule, schedule_path
 from stepgraph.runtime.adapters.binding import Binding, BindingError, Settings
+from stepgraph.runtime.adapters.layers import has_hooks
 
 Config = Mapping[str, Any]
 """A model's config, as its JSON file holds it."""
@@ -25,6 +27,13 @@ FILES = {
     "WanTransformer3DModel": "wan",
 }
 """The file of this folder that knows a class of diffusers."""
+
+
+INSTEAD = {
+    "OptimizedModule": "bind the module that torch.compile was given; `compiled` names stages to compile",
+    "Wrapped": "it is wrapped already; its `model` is the module",
+}
+"""What to bind in place of a class that stands for another."""
 
 
 class ArgumentError(StepgraphError):
@@ -51,8 +60,13 @@ class Arguments:
         got = f"one of {found.dim()}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise refuse(name, f"a tensor of {dims} dimensions", got)
 
-    def optional(self, name: str, dims: int) -> Tensor | None:
-        return None if self.given.get(name) is None else self.tensor(name, dims)
+    def batched(self, name: str, dims: int, batch: int) -> Tensor:
+        """A tensor for every sample; one for all is repeated, as in arithmetic. Contiguous."""
+        found = self.tensor(name, dims)
+        return (found.expand(batch, *found.shape[1:]) if len(found) == 1 else found).contiguous()
+
+    def optional(self, name: str, dims: int, batch: int) -> Tensor | None:
+        return None if self.given.get(name) is None else self.batched(name, dims, batch)
 
     def size(self, name: str) -> int:
         found = self.given.get(name)
@@ -93,6 +107,8 @@ class Family:
     """Arguments of its forward that a plan honours; all others must have their defaults."""
     processors: frozenset[str]
     """Attention processors whose arithmetic the binding has."""
+    rewritten: frozenset[str]
+    """Classes of layers whose own forward is not called: their parts are, by stages."""
     refuses: Callable[[Config], Iterable[str]]
     """What of a config has no op in the schedule."""
     lengths: Callable[[Any, Arguments], Settings]
@@ -103,6 +119,32 @@ class Family:
     """What forward gives, from the plan's output."""
     optional: Mapping[str, str] = field(default_factory=dict)
     """Inputs that a schedule may leave out, and the argument of which each is made."""
+
+    def check_schedule(self, schedule: Schedule) -> None:
+        """Raises BindingError E620 for a schedule that is not written for one call of a model of this family."""
+        like = load_schedule(schedule_path(self.schedule))
+        inputs = [{name for name, _ in file.inputs} - self.optional.keys() for file in (like, schedule)]
+        lengths = [{name for name, _ in file.segments} for file in (like, schedule)]
+        problems = [
+            Diagnostic(
+                "E620",
+                f"the {what} of the schedule {schedule.name} are not those of a call of the model",
+                None,
+                ", ".join(sorted(expected)),
+                ", ".join(sorted(got)),
+                f"start from {self.schedule}, or open a Session over stepgraph.bind(model, plan)",
+            )
+            for what, (expected, got) in (("inputs", inputs), ("named lengths", lengths))
+            if expected != got
+        ]
+        if any(spec.placement == "cfg" for _, spec in schedule.inputs):
+            message = (
+                f"the schedule {schedule.name} joins both branches of guidance, and a call of the model is for one"
+            )
+            hint = "open a Session over stepgraph.bind(model, plan)"
+            problems.append(Diagnostic("E620", message, None, "inputs of one branch", "placement: cfg", hint))
+        if problems:
+            raise BindingError(problems)
 
 
 def config_of(model: Any) -> Config:
@@ -129,7 +171,7 @@ def family_of(name: str, module: str) -> Family:
                     None,
                     f"one of {', '.join(FILES)} of diffusers",
                     f"{module}.{name}",
-                    nearest(name, FILES) or "docs/bindings.md shows how to write one",
+                    INSTEAD.get(name) or nearest(name, FILES) or "docs/bindings.md shows how to write one",
                 )
             ]
         )
@@ -159,6 +201,10 @@ def _changes(model: Any, family: Family) -> Iterable[str]:
     for name, part in model.named_modules():
         if getattr(part, "_hf_hook", None) is not None:
             yield f"{name or 'the module'} has a hook of accelerate, which moves weights while it runs (offloading)"
+        elif getattr(getattr(part, "_diffusers_hook", None), "hooks", None):
+            yield f"{name or 'the module'} has a hook of diffusers (offloading, casting of weights, a cache)"
+        elif type(part).__name__ in family.rewritten and _calls_more(part):
+            yield f"{name or 'the module'} has hooks or another forward, and a plan calls its parts instead of it"
         processor = getattr(part, "processor", None)
         if processor is None:
             continue
@@ -167,6 +213,11 @@ def _changes(model: Any, family: Family) -> Iterable[str]:
             yield f"the attention processor of {name} is a {kind}, not a {' or '.join(sorted(family.processors))}"
         elif getattr(processor, "_parallel_config", None) is not None:
             yield f"{name} is parallelised by diffusers already"
+
+
+def _calls_more(part: Module) -> bool:
+    """Whether a call of a layer does more than diffusers' own forward, or something else."""
+    return has_hooks(part) or not type(part).forward.__module__.startswith(("diffusers.", "torch."))
 
 
 def settings_of(model: Module) -> Settings:
@@ -195,3 +246,20 @@ def check_honoured(model: Any, family: Family, given: Mapping[str, object]) -> N
             problems += refuse(name, "a tensor that needs no gradient", "one that requires it").diagnostics
     if problems:
         raise ArgumentError(problems)
+
+
+def check_placed(model: Module, device: str) -> None:
+    """Raises BindingError E620 where a weight is not on the kind of device that a session runs on."""
+    elsewhere = {name: tensor.device for name, tensor in model.named_parameters() if tensor.device.type != device}
+    if elsewhere:
+        first, where = next(iter(elsewhere.items()))
+        message = f"{len(elsewhere)} weights of the module are not where the session runs, {first} first"
+        raise BindingError([Diagnostic("E620", message, None, device, str(where))])
+
+
+def check_no_autocast(device: str) -> None:
+    """Raises ArgumentError E621 under autocast, which would give stages other dtypes than the plan has."""
+    if torch.is_autocast_enabled(device):
+        hint = "give the model the dtype that it shall have, and call it without autocast"
+        found = Diagnostic("E621", "a wrapped model can't honour autocast", None, "no autocast", "autocast", hint)
+        raise ArgumentError([found])

@@ -100,13 +100,13 @@ def inputs(model: Any, arguments: Arguments) -> Mapping[str, Tensor]:
         guidance = latents.new_zeros(latents.shape[0], dtype=torch.float32)  # the module embeds none
     else:
         raise refuse("guidance", "nothing: the module was made without guidance_embeds", "a guidance")
-    text, text_ids = arguments.tensor("encoder_hidden_states", 3), _ids(arguments, "txt_ids")
+    text_ids = _ids(arguments, "txt_ids")
     cos, sin = model.pos_embed(torch.cat([text_ids, _ids(arguments, "img_ids")]))  # (rows, head_dim), each angle twice
     table = rotation_table(cos[:, 0::2], sin[:, 0::2])
     return {
         "latents": latents.contiguous(),
-        "text": text.contiguous(),
-        "pooled": arguments.tensor("pooled_projections", 2).contiguous(),
+        "text": arguments.batched("encoder_hidden_states", 3, len(latents)),
+        "pooled": arguments.batched("pooled_projections", 2, len(latents)),
         "timestep": arguments.per_sample("timestep", latents.shape[0]),
         "guidance": guidance,
         "rope_img": table[len(text_ids) :],
@@ -138,6 +138,17 @@ FAMILY = Family(
         }
     ),
     processors=frozenset({"FluxAttnProcessor"}),
+    rewritten=frozenset(
+        {
+            "FluxTransformer2DModel",
+            "FluxTransformerBlock",
+            "FluxSingleTransformerBlock",
+            "FluxAttention",
+            "AdaLayerNormZero",
+            "AdaLayerNormZeroSingle",
+            "Dropout",
+        }
+    ),
     refuses=refuses,
     lengths=token_lengths("img"),
     inputs=inputs,

@@ -89,14 +89,15 @@ def refuses(config: Config) -> Iterable[str]:
 
 
 def inputs(model: Any, arguments: Arguments) -> Mapping[str, Tensor]:
-    latents, text = arguments.tensor("hidden_states", 3), arguments.tensor("encoder_hidden_states", 3)
-    mask = arguments.optional("encoder_attention_mask", 2)
+    latents = arguments.tensor("hidden_states", 3)
+    text = arguments.batched("encoder_hidden_states", 3, len(latents))
+    mask = arguments.optional("encoder_attention_mask", 2, len(latents))
     where = ("num_frames", "height", "width", "rope_interpolation_scale", "video_coords")
     cos, sin = model.rope(latents, *(arguments.given[name] for name in where))  # (batch, rows, hidden), angles twice
     return {
         "latents": latents.contiguous(),
         "timestep": arguments.per_sample("timestep", latents.shape[0]),
-        "text": text.contiguous(),
+        "text": text,
         "text_mask": torch.ones_like(text[..., 0]) if mask is None else mask.to(latents.dtype).contiguous(),
         "rope": rotation_table(cos[..., 0::2], sin[..., 0::2]),
     }
@@ -125,6 +126,14 @@ FAMILY = Family(
         }
     ),
     processors=frozenset({"LTXVideoAttnProcessor"}),
+    rewritten=frozenset(
+        {
+            "LTXVideoTransformer3DModel",
+            "LTXVideoTransformerBlock",
+            "LTXAttention",
+            "Dropout",
+        }
+    ),
     refuses=refuses,
     lengths=token_lengths("vid"),
     inputs=inputs,

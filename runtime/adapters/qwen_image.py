@@ -77,13 +77,14 @@ def refuses(config: Config) -> Iterable[str]:
 
 
 def inputs(model: Any, arguments: Arguments) -> Mapping[str, Tensor]:
-    latents, text = arguments.tensor("hidden_states", 3), arguments.tensor("encoder_hidden_states", 3)
+    latents = arguments.tensor("hidden_states", 3)
+    text = arguments.batched("encoder_hidden_states", 3, len(latents))
     angles = model.pos_embed(arguments.given["img_shapes"], max_txt_seq_len=text.shape[1], device=latents.device)
-    mask = arguments.optional("encoder_hidden_states_mask", 2)
+    mask = arguments.optional("encoder_hidden_states_mask", 2, len(latents))
     rope_img, rope_txt = (rotation_table(turn.real, turn.imag) for turn in angles)
     return {
         "latents": latents.contiguous(),
-        "text": text.contiguous(),
+        "text": text,
         "text_mask": torch.ones_like(text[..., 0], dtype=torch.bool) if mask is None else mask.bool().contiguous(),
         "timestep": arguments.per_sample("timestep", latents.shape[0]),
         "rope_img": rope_img,
@@ -102,6 +103,14 @@ FAMILY = Family(
     settings=settings,
     takes=frozenset({"hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "timestep", "img_shapes"}),
     processors=frozenset({"QwenDoubleStreamAttnProcessor2_0"}),
+    rewritten=frozenset(
+        {
+            "QwenImageTransformer2DModel",
+            "QwenImageTransformerBlock",
+            "Attention",
+            "Dropout",
+        }
+    ),
     refuses=refuses,
     lengths=token_lengths("img"),
     inputs=inputs,

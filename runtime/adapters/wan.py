@@ -12,6 +12,7 @@ from torch.nn import Conv3d, functional
 from stepgraph.runtime.adapters.arithmetic import attend, rotate_pairs, rotation_table
 from stepgraph.runtime.adapters.binding import Binding, Settings, StageFunction
 from stepgraph.runtime.adapters.family import Arguments, Config, Family, config_of, dtype_name, refuse
+from stepgraph.runtime.adapters.layers import has_hooks
 
 
 def _modulation(block: Any, mod: Tensor, shift: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,7 +38,7 @@ def _gated(block: Any, x: Tensor, added: Tensor, mod: Tensor, first: int) -> Ten
 def _embed(model: Any, patches: Tensor) -> Tensor:
     """The model's convolution, whose windows are the patches: one product of matrices where it is a plain one."""
     conv = model.patch_embedding
-    if type(conv) is Conv3d:
+    if type(conv) is Conv3d and not has_hooks(conv):
         return functional.linear(patches, conv.weight.flatten(1), conv.bias)
     windows = patches.reshape(-1, config_of(model)["in_channels"], *config_of(model)["patch_size"])
     result: Tensor = conv(windows)
@@ -87,7 +88,11 @@ STAGES: Mapping[str, StageFunction] = {
     "wan.mlp": lambda block, h: block.ffn(h),
     "wan.gate2": lambda block, x, m, mod: _gated(block, x, m, mod, 3),
     "step.head": _head,
+    "step.difference": lambda model, x, before: x - before,
+    "step.add_again": lambda model, x, added: x + added,
 }
+CACHE = frozenset({"step.difference", "step.add_again"})
+"""Stages of schedules with a residual cache."""
 
 
 def settings(config: Config) -> Settings:
@@ -138,7 +143,7 @@ def inputs(model: Any, arguments: Arguments) -> Mapping[str, Tensor]:
         "timestep": arguments.tensor("timestep", 2).float().contiguous()
         if per_token
         else arguments.per_sample("timestep", latents.shape[0]),
-        "text": arguments.tensor("encoder_hidden_states", 3).contiguous(),
+        "text": arguments.batched("encoder_hidden_states", 3, len(latents)),
         "rope": rotation_table(cos[..., 0::2], sin[..., 1::2]),
     }
 
@@ -158,11 +163,21 @@ FAMILY = Family(
             **settings(config_of(model)),
             "model.dtype": dtype_name(model.condition_embedder.time_proj.weight),
         },
+        optional=CACHE,
     ),
     schedule="wan_14b_u4",
     settings=settings,
     takes=frozenset({"hidden_states", "timestep", "encoder_hidden_states"}),
     processors=frozenset({"WanAttnProcessor"}),
+    rewritten=frozenset(
+        {
+            "WanTransformer3DModel",
+            "WanTransformerBlock",
+            "WanAttention",
+            "WanTimeTextImageEmbedding",
+            "Dropout",
+        }
+    ),
     refuses=refuses,
     lengths=lengths,
     inputs=inputs,

@@ -18,7 +18,7 @@ ROUNDINGS = {torch.float32: 4.0, torch.bfloat16: 1.5}
 
 
 def wrapped(tiny: Tiny, model: Module, ranks: int, **more: Any) -> Wrapped:
-    settings = stepgraph.settings_of(model)
+    settings = tiny.settings(model)
     return stepgraph.wrap(model, tiny.schedule, ranks=ranks, device="cpu", overrides=settings, **more)
 
 

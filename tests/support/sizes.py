@@ -40,6 +40,9 @@ def small_set(name: str, **more: str) -> PlanSet:
     settings = {"model.layers": "4", "model.hidden": "48", "model.heads": "9", "model.head_dim": "4", "model.ffn": "32"}
     if name == "minimax_h3_cached_u4":
         settings |= {"sizes.ends": "1", "sizes.middle": "2", "sizes.last": "3", "shape.seq": "21"}
+    elif name == "wan_14b_cached_u4":
+        settings |= {"sizes.ends": "1", "sizes.middle": "2", "sizes.last": "3"}
+        settings |= {"shape.seq.vid": "21", "shape.seq.txt": "5", "sizes.patch_in": "20", "sizes.text_dim": "20"}
     else:
         settings |= {"sizes.but_last": "3", "shape.seq.vid": "7", "shape.seq.txt": "5", "shape.cache": "32"}
         for chunk, kv in enumerate((7, 14, 21, 28, 32), 1):

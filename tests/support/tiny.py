@@ -1,12 +1,14 @@
 """Tiny models of diffusers' own classes with random weights, and calls of them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+
+import stepgraph
 
 Call = dict[str, object]
 """The arguments of a model's forward."""
@@ -22,6 +24,12 @@ class Tiny:
     """Arguments of forward; with True of lengths that no number of ranks divides."""
     blocks: tuple[str, ...]
     """Attributes of the model that hold its layers, in the order of the schedule's layers."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Settings of the schedule that its config does not tell."""
+
+    def settings(self, model: Module) -> Mapping[str, int | str]:
+        """What gives the schedule the model's sizes."""
+        return {**stepgraph.settings_of(model), **self.sizes}
 
     def made(self, seed: int = 0) -> Module:
         """Every parameter random, also those that are made zero or one."""
@@ -84,7 +92,7 @@ def _normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _wan() -> Module:
+def _wan(layers: int = 2) -> Module:
     from diffusers import WanTransformer3DModel
 
     return WanTransformer3DModel(
@@ -95,7 +103,7 @@ def _wan() -> Module:
         text_dim=20,
         freq_dim=16,
         ffn_dim=40,
-        num_layers=2,
+        num_layers=layers,
         rope_max_seq_len=32,
     )
 
@@ -216,6 +224,13 @@ def _per_token_call(uneven: bool) -> Call:
 
 FAMILIES = {
     "wan": Tiny("wan_14b_u4", _wan, _wan_call, ("blocks",)),
+    "wan cached": Tiny(
+        "wan_14b_cached_u4",
+        partial(_wan, layers=3),
+        _wan_call,
+        ("blocks",),
+        {"sizes.ends": 1, "sizes.middle": 1, "sizes.last": 2},
+    ),
     "wan per token": Tiny("wan_ti2v_5b_u4", _wan, _per_token_call, ("blocks",)),
     "flux": Tiny("flux_1024_u4", _flux, _flux_call, ("transformer_blocks", "single_transformer_blocks")),
     "flux schnell": Tiny(
