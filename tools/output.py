@@ -97,6 +97,17 @@ def read_plans(file: str, settings: tuple[str, ...], edited: bool = False) -> Pl
     return compile_set(read_schedule_file(file, settings), progress)
 
 
+def one_process(why: str) -> None:
+    """Refuses to do in each process of torchrun what one process does alone."""
+    import os
+
+    from stepgraph.runtime.launch import launched
+
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if launched() and processes != "1":
+        raise click.UsageError(f"{why}, and torchrun has started {processes}: start it without torchrun")
+
+
 def emit_json(data: object) -> None:
     click.echo(json.dumps(data, indent=2))
 
