@@ -108,18 +108,27 @@ class _Tables:
 
     def ops(self) -> tuple[Op, ...]:
         values, tree = self.graph.values, self.graph.schedule.tree
-        return tuple(
-            Op(
-                node.kind,
-                node.name,
-                node.layer,
-                tree.place(node.path).line,
-                tuple(Operand(role, values[value].name) for role, value in node.inputs),
-                tuple(values[value].name for value in node.outputs),
-                (*node.options, *_part(node)),
-            )
-            for node in self.graph.nodes
-        )
+        made: dict[int, list[int]] = {}
+        """By value: the nodes so far that write it."""
+        filled: dict[int, list[int]] = {}
+        """By memory, likewise."""
+        found = []
+        for index, node in enumerate(self.graph.nodes):
+            # A value that no node writes is another view of what some have written to its memory.
+            makers = [made.get(value) or filled.get(values[value].memory, []) for _, value in node.inputs]
+            operands = [
+                Operand(role, values[value].name, tuple(of))
+                for (role, value), of in zip(node.inputs, makers, strict=True)
+            ]
+            if node.action is not Action.HANDSHAKE:
+                for value in node.outputs:
+                    made.setdefault(value, []).append(index)
+                    filled.setdefault(values[value].memory, []).append(index)
+            names = tuple(values[value].name for value in node.outputs)
+            line = tree.place(node.path).line
+            options = (*node.options, *_part(node))
+            found.append(Op(node.kind, node.name, node.layer, line, tuple(operands), names, options))
+        return tuple(found)
 
 
 class _Rank:
@@ -237,9 +246,10 @@ class _Rank:
 
     def issue(self, index: int, node: Node, stream: int) -> Iterator[Instruction]:
         if node.action is Action.LOAD:
-            yield self.load(node, stream)
+            yield self.load(index, node, stream)
         elif node.action is Action.STORE:
-            yield Store(stream, self.graph.schedule.outputs.index(node.name), self.view(node.inputs[0][1], stream))
+            output = self.graph.schedule.outputs.index(node.name)
+            yield Store(stream, index, output, self.view(node.inputs[0][1], stream))
         elif node.action is Action.RUN:
             inputs = tuple(self.view(value, stream) for _, value in node.inputs)
             yield Run(stream, index, inputs, tuple(self.made(node, value, stream) for value in node.outputs))
@@ -250,7 +260,7 @@ class _Rank:
         else:
             yield self.collective(index, node, stream)
 
-    def load(self, node: Node, stream: int) -> Load:
+    def load(self, index: int, node: Node, stream: int) -> Load:
         value = self.graph.values[node.outputs[0]]
         spec = dict(self.graph.schedule.inputs)[node.name]
         view = self.view(node.outputs[0], stream)
@@ -263,7 +273,7 @@ class _Rank:
             branch = BRANCHES.index(node.branch) if node.branch else self.shares.coordinate(self.rank, "cfg")
             batch = branch * self.graph.memories[value.memory].batch
         number = [name for name, _ in self.graph.schedule.inputs].index(node.name)
-        return Load(stream, number, batch, Region(first_row, region.rows, region.col, region.cols), view)
+        return Load(stream, index, number, batch, Region(first_row, region.rows, region.col, region.cols), view)
 
     def sends(self, index: int, node: Node, stream: int) -> Iterator[Send]:
         """A copy to every member, itself last, starting with the next one so that no rank is hit by all at once."""

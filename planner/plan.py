@@ -142,6 +142,9 @@ class Operand:
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
     role: str
     name: str
+    made_by: tuple[int, ...]
+    """The ops of the step that make it, whose writes its reader must see; none for a state as the last replay has left
+    it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +208,7 @@ class Load:
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
     stream: int
+    op: int
     input: int
     batch: int
     region: Region
@@ -218,6 +222,7 @@ class Store:
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
     stream: int
+    op: int
     output: int
     view: int
     do: Literal["store"] = field(default="store", kw_only=True)

@@ -81,6 +81,10 @@ def _tables(plan: Plan) -> None:
     for exchange in plan.exchanges:
         _index(exchange.group, len(plan.groups), "group")
         _index(exchange.op, len(plan.ops), "op")
+    for op in plan.ops:
+        for operand in op.inputs:
+            for maker in operand.made_by:
+                _index(maker, len(plan.ops), "op")
     for target in plan.targets:
         aligned = target.offset >= 0 and target.offset % ALIGNMENT == 0
         _need(aligned and target.nbytes >= 0, f"the offset of target {target.name}")
@@ -159,6 +163,8 @@ class _Instructions:
         match item:
             case Run():
                 _index(item.op, len(plan.ops), "op")
+                named = len(plan.ops[item.op].inputs)
+                _need(named in (0, len(item.inputs)), "a stage reads more or less than its op names")
                 for number in (*item.inputs, *item.outputs):
                     self.view(number)
                 _need(bool(item.outputs), "a stage without outputs")
@@ -186,6 +192,7 @@ class _Instructions:
                 _need(item.buffer >= len(plan.targets), "a target is dropped")
                 _need(item.buffer not in self.states, "a state is dropped")
             case Load():
+                _index(item.op, len(plan.ops), "op")
                 _index(item.input, len(plan.inputs), "input")
                 buffer, view = self.view(item.view), program.views[item.view]
                 batch, rows, cols = plan.inputs[item.input].box
@@ -196,6 +203,7 @@ class _Instructions:
                 alike = (item.region.rows, item.region.cols) == (view.region.rows, view.region.cols)
                 _need(alike, "an input and its view differ in shape")
             case Store():
+                _index(item.op, len(plan.ops), "op")
                 _index(item.output, len(plan.outputs), "output")
                 self.view(item.view)
                 same = program.views[item.view].shape == plan.outputs[item.output].shape

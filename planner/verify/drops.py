@@ -37,9 +37,11 @@ def _reads(item: Instruction) -> tuple[int, ...]:
 
 
 def drops(plan: Plan, ranks: Iterable[int]) -> Iterator[Diagnostic]:
-    """E304 for a tensor that is used after its drop, in the order of issue; and for a drop of what is not there, or on
-    another stream than its own: the bytes go to the next allocation on the stream on which they were allocated,
-    whatever the drop has waited for. A tensor without elements may be gone too early like any other."""
+    """E304 for a tensor that is used after its drop, in the order of issue; for one that is made while it is there; and
+    for a drop of what is not there, or on another stream than its own: the bytes go to the next allocation on the
+    stream on which they were allocated, whatever the drop has waited for. A tensor without elements may be gone too
+    early like any other."""
+    states = plan.state_buffers
     for rank in ranks:
         program = plan.ranks[rank]
         owner: dict[int, int] = {}
@@ -59,6 +61,16 @@ def drops(plan: Plan, ranks: Iterable[int]) -> Iterator[Diagnostic]:
                         "after it, in the order of issue",
                         "drop it after its last use",
                     )
+                if isinstance(item, Run | Load):
+                    for buffer in sorted((set(made) & owner.keys()) - states):
+                        yield Diagnostic(
+                            "E304",
+                            f"{program.buffers[buffer].name} of rank {rank} is made twice",
+                            place(plan, step),
+                            "a drop before it is made again",
+                            f"{name(plan, step)}, and the first one is still there",
+                            "make every tensor once",
+                        )
                 gone -= set(made)
                 owner |= dict.fromkeys(made, item.stream)
                 continue

@@ -131,19 +131,19 @@ def exchange_order(order: Order, ranks: Collection[int]) -> Iterator[Diagnostic 
         sequence = list(parts)
         sequences.append(sequence)
         for one, two in pairwise(sequence) if rank in ranks else ():
-            first = Step(rank, 0, parts[two][0])
-            for number in parts[one]:
-                if not order.before(Step(rank, 0, number), first):
-                    found = Diagnostic(
-                        "E402",
-                        f"two exchanges of rank {rank} are not ordered",
-                        place(plan, first),
-                        f"{name(plan, Step(rank, 0, number))} before {name(plan, first)}",
-                        "no order",
-                        "put them on one stream, or let the second wait for the first",
-                    )
-                    yield Unordered(found, Step(rank, 0, number), first)
-                    break
+            pairs = ((Step(rank, 0, first), Step(rank, 0, second)) for first in parts[one] for second in parts[two])
+            apart = next((pair for pair in pairs if not order.before(*pair)), None)
+            if apart is not None:
+                first, second = apart
+                found = Diagnostic(
+                    "E402",
+                    f"two exchanges of rank {rank} are not ordered",
+                    place(plan, second),
+                    f"{name(plan, first)} before {name(plan, second)}",
+                    "no order",
+                    "put them on one stream, or let the second wait for the first",
+                )
+                yield Unordered(found, first, second)
     for rank, other in combinations(range(len(sequences)), 2):
         if rank in ranks or other in ranks:
             common = set(sequences[rank]) & set(sequences[other])

@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import Collective, Drop, Instruction, Load, Plan, Region, Run, Send, Store
@@ -45,6 +46,27 @@ def accesses(plan: Plan, rank: int, item: Instruction) -> list[tuple[Place, bool
     return []
 
 
+_Makers = tuple[int, ...] | None
+"""The ops that make what is read; None where the plan does not say, and for a write."""
+
+
+def _makers(plan: Plan, item: Instruction) -> list[_Makers]:
+    """Of what an instruction reads, in the order of ``accesses``; nothing where the plan does not say."""
+    op = op_of(plan, item)
+    named: list[_Makers] = [] if op is None else [operand.made_by for operand in plan.ops[op].inputs]
+    if isinstance(item, Collective) and named:  # as many parts of each tensor, one tensor after the other
+        count = len(item.outgoing)
+        return [named[part * len(named) // count] for part in range(count)]
+    return named if isinstance(item, Run | Send | Store | Collective) else []
+
+
+def _asked(plan: Plan, rank: int, item: Instruction, reduction: Reduction | None) -> list[tuple[Place, bool, _Makers]]:
+    """The accesses that ``reduction`` asks for, or all: where, whether it writes, and the makers of what it reads."""
+    made = _makers(plan, item)
+    found = zip_longest(accesses(plan, rank, item), made)
+    return [(*access, makers) for access, makers in found if reduction is None or reduction.asks(*access[0][:2])]
+
+
 @dataclass(slots=True)
 class _Access:
     step: Step
@@ -54,6 +76,7 @@ class _Access:
     time: int
     """In the sequence."""
     place: Place
+    makers: _Makers
 
 
 class _Walk:
@@ -63,20 +86,16 @@ class _Walk:
         self.which = [next(number for number, one in enumerate(plans) if one is plan) for plan in order.plans]
         """By replay: the number of its plan among the different ones."""
         found = [
-            [[accesses(plan, rank, item) for item in p.instructions] for rank, p in enumerate(plan.ranks)]
+            [[_asked(plan, rank, item, reduction) for item in p.instructions] for rank, p in enumerate(plan.ranks)]
             for plan in plans
         ]
-        if reduction is not None:
-            found = [
-                [[[a for a in item if reduction.asks(*a[0][:2])] for item in rank] for rank in plan] for plan in found
-            ]
-        asked = [dict.fromkeys(where for rank in plan for item in rank for where, _ in item) for plan in found]
+        asked = [dict.fromkeys(where for rank in plan for item in rank for where, *_ in item) for plan in found]
         self.states = [{state.buffer: state.name for state in plan.states} for plan in plans]
         """Of each different plan."""
         cells: Cells = cells_of(plans, asked)
         self.overlaps = cells.overlaps
         self.touches = [
-            [[[(where, of.get(where, ()), writes) for where, writes in item] for item in rank] for rank in plan]
+            [[[(where, of.get(where, ()), w, made) for where, w, made in item] for item in rank] for rank in plan]
             for plan, of in zip(found, cells.of, strict=True)
         ]
         self.written: dict[int, _Access] = {}
@@ -98,8 +117,8 @@ class _Walk:
             clock = order.clocks[order.clock[step.rank][at]]
             position = order.started[step.rank][at] + isinstance(item, Collective)
             self.total += len(touches)
-            for where, cells, writes in touches:
-                access = _Access(step, chain, position, time, where)
+            for where, cells, writes, makers in touches:
+                access = _Access(step, chain, position, time, where, makers)
                 for cell in cells:
                     self.touch(cell, access, writes, clock)
 
@@ -140,6 +159,8 @@ class _Walk:
                 "send, load or compute every part of it first",
             )
             return
+        if last is not None and access.makers is not None and last.step.replay == access.step.replay:
+            self.meant(last, access, access.makers)
         for other in others:
             late = self.written.get(other)
             if late is None or (state is not None and self.state(late) == state):
@@ -155,6 +176,23 @@ class _Walk:
                     "before it, into the same bytes",
                     "place the two targets apart",
                 )
+
+    def meant(self, last: _Access, access: _Access, makers: tuple[int, ...]) -> None:
+        """What is read is what the op's operand names."""
+        plan, writer = self.plan(access), self._op(last)
+        if not isinstance(writer, int) or writer in makers:
+            return
+        early = not makers or writer < max(makers)
+        wanted = ", ".join(plan.ops[maker].label for maker in makers) or "nothing of this step"
+        self.note(
+            "E307" if early and makers else "E306",
+            access,
+            f"{self.buffer(access)} is read "
+            + ("before what is meant is written" if early and makers else "after what is meant was overwritten"),
+            f"{name_in(self.order, access.step)} reads what is made by {wanted}",
+            f"what {name_in(self.order, last.step)} has left there",
+            "carry out the ops of a rank in the order in which they need one another, each once",
+        )
 
     def unread(self, cell: int, last: _Access, access: _Access) -> None:
         """What was sent is read before something else is sent to the same place."""

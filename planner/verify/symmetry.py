@@ -155,9 +155,12 @@ class _Rotation:
             case Drop():
                 assert isinstance(two, Drop)
                 _need(one.buffer == two.buffer)
-            case Load() | Store():
-                assert isinstance(two, Load | Store)
-                _need(one.view == two.view)
+            case Load():
+                assert isinstance(two, Load)
+                _need((one.op, one.input, one.view) == (two.op, two.input, two.view))
+            case Store():
+                assert isinstance(two, Store)
+                _need((one.op, one.output, one.view) == (two.op, two.output, two.view))
 
     def regions(self, owner: int, buffer: int, one: Region, two: Region) -> None:
         self.pairs.setdefault((owner, buffer), set()).add((one, two))
