@@ -146,3 +146,17 @@ def test_ranks_that_take_different_versions_are_told_when_they_compare() -> None
     for told in on_host_gpus(2, partial(differs, plans)):
         assert "E607" in told
         assert all(bucket.name in told for bucket in plans.buckets[:2])
+
+
+def test_what_a_stage_hands_back_is_memory_of_its_own() -> None:
+    """An op behind it may work in place, while others still read the operand."""
+    from stepgraph.runtime.cuda import CudaRank
+
+    made, operand = torch.randn(1, 4, 6), torch.randn(1, 4, 6)
+    site = SimpleNamespace(memory=SimpleNamespace(local=torch.zeros(8)))
+    rank = SimpleNamespace(site=site, states={})
+    assert CudaRank._own(rank, made, [operand]) is made  # type: ignore[arg-type]
+    for same in (operand, operand[:, 1:], operand[..., :3]):
+        got = CudaRank._own(rank, same, [operand])  # type: ignore[arg-type]
+        assert torch.equal(got, same)
+        assert got.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr()
