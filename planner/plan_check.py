@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping
 from math import prod
 
 from stepgraph.planner.plan import (
@@ -91,7 +93,40 @@ def _tables(plan: Plan) -> None:
         _need(target.offset + target.nbytes <= plan.arena_bytes, f"target {target.name} lies outside of the arena")
     for entry in plan.inputs:
         _need(all(size >= 0 for size in (*entry.shape, *entry.box)), f"input {entry.name}")
+        _need(prod(entry.shape) <= MAX_SIZE, f"the size of input {entry.name}")
         _need(prod(entry.shape) == prod(entry.box), f"the box of input {entry.name}")
+
+
+def _number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= len(str(MAX_SIZE))
+
+
+def _chunk(text: str) -> bool:
+    number, slash, count = text.partition("/")
+    return bool(slash) and _number(number) and _number(count) and int(number) < int(count)
+
+
+def _head_counts(text: str) -> bool:
+    return all(_number(count) for chunk in text.split() for count in chunk.split(","))
+
+
+_OPTIONS: Mapping[str, tuple[Callable[[str], bool], str]] = {
+    "at": (_number, "a number"),
+    "ffn": (_number, "a number"),
+    "chunk": (_chunk, "as 0/2"),
+    "heads": (_head_counts, "as 2,1 1,1"),
+}
+"""Those that are numbers, which everything behind this file takes for granted."""
+
+
+def _ops(plan: Plan) -> None:
+    for op in plan.ops:
+        names = [name for name, _ in op.options]
+        _need(len(names) == len(set(names)), f"{op.name} has an option twice")
+        for name, value in op.options:
+            if name in _OPTIONS:
+                right, what = _OPTIONS[name]
+                _need(right(value), f"the option {name} of {op.name} is '{value[:40]}', not {what}")
 
 
 def _states(plan: Plan) -> None:
@@ -168,6 +203,8 @@ class _Instructions:
                 for number in (*item.inputs, *item.outputs):
                     self.view(number)
                 _need(bool(item.outputs), "a stage without outputs")
+                operands = len(plan.ops[item.op].inputs)
+                _need(operands in (0, len(item.inputs)), f"a stage reads {len(item.inputs)} of {operands} operands")
                 made = [number for number in program.made_by(item) if number not in self.states]
                 _need(min(made, default=len(plan.targets)) >= len(plan.targets), "a stage makes a target")
                 for number in item.outputs:
@@ -210,6 +247,12 @@ class _Instructions:
                 _need(same, "an output and its view differ in shape")
 
 
+def _stores(plan: Plan, rank: int) -> None:
+    stored = Counter(item.output for item in plan.ranks[rank].instructions if isinstance(item, Store))
+    for number, output in enumerate(plan.outputs):
+        _need(stored[number] == 1, f"rank {rank} hands out {output.name} {stored[number]} times, not once")
+
+
 def _alike(source: Buffer, cut: Region, target: Buffer, laid: Region) -> None:
     shapes = (source.batch, cut.rows, cut.cols) == (target.batch, laid.rows, laid.cols)
     if not shapes or source.dtype is not target.dtype:
@@ -239,12 +282,14 @@ def check_plan(plan: Plan) -> str | None:
     """One sentence on the first reference that leads nowhere; None for a plan that is whole."""
     try:
         _tables(plan)
+        _ops(plan)
         _states(plan)
         for rank, program in enumerate(plan.ranks):
             _memory(plan, program)
             checker = _Instructions(plan, rank)
             for item in program.instructions:
                 checker.check(item)
+            _stores(plan, rank)
         _collectives(plan)
     except _Broken as broken:
         return str(broken)

@@ -54,7 +54,7 @@ def unsealed(text: str, kind: str, key: str, adapter: TypeAdapter[Content], edit
         raise refuse("E153", problem, first["msg"], repr(first["input"])[:80]) from None
     actual = digest(adapter.dump_json(found))
     if document.get("sha256") != actual and not edited:
-        hint = f"`stepgraph verify --edited` proves a plan that was edited by hand; else {RECOMPILE}"
+        hint = f"every command takes a plan that was edited by hand with --edited; else {RECOMPILE}"
         raise refuse("E152", "the plan is not what was hashed", str(document.get("sha256"))[:64], actual, hint)
     return found
 

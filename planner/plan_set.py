@@ -22,6 +22,7 @@ from stepgraph.planner.plan import (
     Reset,
     Signal,
     Wait,
+    version_name,
 )
 from stepgraph.planner.plan import loads as load_one
 from stepgraph.planner.plan_check import check_plan
@@ -102,6 +103,34 @@ class PlanSet:
             return self.may_follow(*variants) or self.may_follow("", variants[1])
 
         return {version(later): tuple(version(p) for p in self.plans if allowed(p, later)) for later in self.plans}
+
+    def walk_to(self, word: Sequence[str]) -> tuple[str, ...] | None:
+        """The versions that a session has to run before those of ``word``, by the rules of every bucket's request;
+        None where no session may run these one after another."""
+        versions, last, begun = self.versions(), dict[str, str](), list[str]()
+        for name in word:
+            source = versions[name].source
+            before = last.get(source.bucket)
+            last[source.bucket] = source.variant
+            if self.may_follow("", source.variant) or (before and self.may_follow(before, source.variant)):
+                continue
+            if before is not None:
+                return None
+            way = self._beginning(source.variant)
+            if way is None:
+                return None
+            begun += [version_name(variant, source.bucket) for variant in way]
+        return tuple(begun)
+
+    def _beginning(self, variant: str) -> tuple[str, ...] | None:
+        """The fewest variants, from the one that begins a request on, behind which ``variant`` may come."""
+        ways: list[tuple[str, ...]] = [(self.variants[0].name,)]
+        for way in ways:  # which grows
+            if self.may_follow(way[-1], variant):
+                return way
+            seen = {found[-1] for found in ways}
+            ways += [(*way, r.name) for r in self.variants if r.name not in seen and way[-1] in r.after]
+        return None
 
 
 def choose(name: str, variants: Sequence[str], buckets: Sequence[str], variant: str, bucket: str) -> int:

@@ -21,7 +21,7 @@ from stepgraph.planner.shares import Shares
 from stepgraph.planner.values import DimKind, Placement, Value
 from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.session import DeviceName, Session, cuda_lacks, need_cuda
-from stepgraph.runtime.simulate import SLACK, schedule_of
+from stepgraph.runtime.simulate import SLACK, held_against_schedule, schedule_of
 
 MakeStages = Callable[[int, torch.device], StageMaker]
 """From a seed and a device."""
@@ -118,7 +118,8 @@ def compare(
             return None
         every = found
     seen = {key: value for part in every for key, value in part.items()}
-    return tuple(_Comparison(plan, seed, seen).rows())
+    with held_against_schedule([plan]):
+        return tuple(_Comparison(plan, seed, seen).rows())
 
 
 def _on_cpu(plan: Plan, seed: int, stages: MakeStages) -> dict[tuple[int, int], Seen]:

@@ -29,12 +29,14 @@ from stepgraph.runtime.cpu_memory import (
     RankMemory,
     Report,
     Unread,
+    bytes_of_rank,
     describe,
     fresh_clock,
 )
 from stepgraph.runtime.cpu_rank import Outputs, RankQueues, StepInputs
 from stepgraph.runtime.executor import issue
 from stepgraph.runtime.interleave import InterleavingError
+from stepgraph.runtime.room import need_host
 from stepgraph.runtime.shadow import Conflict, Ints
 from stepgraph.runtime.stage_call import make_stages
 
@@ -56,6 +58,8 @@ class World:
         self.chains = len(self.ranks) * self.width
         self.report = Report()
         self.random = random.Random(seed)
+        wanted = {f"rank {rank}": bytes_of_rank(plans, rank, self.chains) for rank in self.ranks}
+        need_host("all ranks of the plan in one process", wanted)
         blocks = [RankBlock(plans, rank, self.chains) for rank in self.ranks]
         bases = [0, *accumulate(max(len(program.buffers) for program in plan.ranks) for plan in plans)]
         self.memories = [
@@ -186,6 +190,9 @@ class World:
             if not queues.meets(stream):
                 self.script.popleft()
             return rank, stream
+        for other in range(self.width):  # a collective that has started ends when its members let it
+            if queues.can_run(other) and queues.meets(other):
+                return rank, other
         at = "its loop has ended" if queues.idle else queues.stuck()
         message = f"rank {rank} can't take its turn on stream {self.streams[stream]}"
         hint = "give the run as many --steps as the interleaving has replays"

@@ -79,6 +79,17 @@ class Report:
             self.faults.append(Fault(kind, message))
 
 
+def bytes_of_rank(plans: Sequence[Plan], rank: int, chains: int) -> int:
+    """What one rank takes: its arena, flags, and local buffers as if all were there at once, each with its shadow."""
+    words = np.dtype(np.int32).itemsize * (3 + chains)  # an element's shadow
+    unit = min((b.dtype.itemsize for plan in plans for b in plan.ranks[rank].buffers[: len(plan.targets)]), default=1)
+    found = plans[0].arena_bytes * (1 + words // unit) + 8 * plans[0].flag_slots
+    for plan in plans:
+        for buffer in plan.ranks[rank].buffers[len(plan.targets) :]:
+            found += buffer.nbytes + words * (buffer.nbytes // buffer.dtype.itemsize)
+    return found
+
+
 class RankBlock:
     """What all plans of a set share on one rank: the arena, in elements of ``unit`` bytes, and the page of flags."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
 from stepgraph.planner.plan import DType, Plan
+from stepgraph.runtime.room import need_host
 
 NamedInputs = Mapping[str, Tensor]
 
@@ -61,6 +63,7 @@ def input_error(name: str, expected: str, got: str) -> Diagnostic:
 def random_inputs(plan: Plan, seed: int) -> dict[str, Tensor]:
     """Inputs that nobody made: normal numbers, the same in every dtype up to rounding; a mask is true in three of four
     places."""
+    need_host("made-up inputs", {entry.name: 4 * prod(entry.shape) for entry in plan.inputs})
     generator = torch.Generator().manual_seed(seed)
     drawn = {entry.name: torch.randn(entry.shape, generator=generator) for entry in plan.inputs}
     return {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +13,10 @@ from torch import Tensor
 
 from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.kernels.unsharded import Unsharded
+from stepgraph.planner.compile import compile_schedule, compile_set
+from stepgraph.planner.diagnostics import Diagnostic, PlanError, StepgraphError
 from stepgraph.planner.plan import Plan
+from stepgraph.planner.plan_set import version as version_of
 from stepgraph.planner.schedule import Schedule, read_schedule
 from stepgraph.runtime.cpu_memory import Fault, Race
 from stepgraph.runtime.denoise import denoise, sigma_pairs
@@ -56,10 +60,51 @@ class RunReport:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The schedule that a plan was compiled from: the version of it that the plan is."""
+    """The schedule that a plan was compiled from: the version of it that the plan is.
+
+    Raises:
+        PlanError: E156 where it has none, as in a plan that was edited.
+    """
     source = plan.source
     versions = read_schedule(source.text, source.file, source.overrides).versions()
-    return next(found for found in versions if (found.variant, found.bucket) == (source.variant, source.bucket))
+    found = [one for one in versions if (one.variant, one.bucket) == (source.variant, source.bucket)]
+    if not found:
+        raise PlanError([_other_schedule(plan, "no such version")])
+    return found[0]
+
+
+def _other_schedule(plan: Plan, got: str) -> Diagnostic:
+    expected = "the one that it was compiled from: the unsharded model is made of it"
+    hint = "edit instructions and memory, and leave the source, ops, inputs and outputs as they are"
+    return Diagnostic(
+        "E156", f"{version_of(plan)} does not fit the schedule that it carries", None, expected, got, hint
+    )
+
+
+@contextmanager
+def held_against_schedule(plans: Sequence[Plan]) -> Iterator[None]:
+    """Around what makes a model of the schedule in a plan: where that fails and a plan is not what its schedule
+    compiles to, the plan is to blame.
+
+    Raises:
+        PlanError: E156.
+    """
+    try:
+        yield
+    except (StepgraphError, MemoryError):
+        raise
+    except Exception as error:
+        for plan in plans:
+            if not _is_compiled(plan):
+                raise PlanError([_other_schedule(plan, f"another: {type(error).__name__}: {error}"[:200])]) from error
+        raise
+
+
+def _is_compiled(plan: Plan) -> bool:
+    source = plan.source
+    whole = read_schedule(source.text, source.file, source.overrides)
+    several = compile_set(whole).plans if whole.variants or whole.buckets else ()
+    return plan in (compile_schedule(schedule_of(plan)), *several)
 
 
 def _unsharded_loop(plan: Plan, model: Unsharded, inputs: dict[str, Tensor], steps: int) -> list[tuple[Tensor, ...]]:
@@ -192,11 +237,11 @@ def _against_unsharded(
 ) -> tuple[float, float]:
     """(largest error of any rank's outputs, tolerance)."""
     inputs, schedule = {n: t.to(device) for n, t in random_inputs(plan, seed).items()}, schedule_of(plan)
-    with torch.no_grad():
+    with torch.no_grad(), held_against_schedule([plan]):
         progress("running the unsharded model in float64")
         exact = _unsharded_loop(plan, Unsharded(schedule, seed, torch.float64, device), inputs, steps)
         progress(f"running the unsharded model in {plan.dtype}")
         own = Unsharded(schedule, seed, torch_dtype(plan.dtype), device)
         rounded = _unsharded_loop(plan, own, inputs, steps)
-    seen = [step for rank in every for step in rank]
-    return largest_error(seen, [*exact] * len(every)), tolerance_of(rounded, exact, torch_dtype(plan.dtype))
+        seen = [step for rank in every for step in rank]
+        return largest_error(seen, [*exact] * len(every)), tolerance_of(rounded, exact, torch_dtype(plan.dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +15,12 @@ from stepgraph.kernels.unsharded import Unsharded
 from stepgraph.planner.plan_set import PlanSet, version
 from stepgraph.runtime.cache import CacheStats
 from stepgraph.runtime.inputs import random_inputs
+from stepgraph.runtime.interleave import Interleaving
 from stepgraph.runtime.session import DeviceName, Outputs, Session, StepOf, cuda_lacks, need_cuda
-from stepgraph.runtime.simulate import largest_error, schedule_of, tolerance_of
+from stepgraph.runtime.simulate import held_against_schedule, largest_error, schedule_of, tolerance_of
 
+Way = Sequence[tuple[str, str]]
+"""(variant, bucket) of every step."""
 SETTLED = 4
 """Memory is compared from this part of the walk on: one in so many steps have been taken."""
 
@@ -78,9 +81,10 @@ def walk(
     device: DeviceName = "cpu",
     graph_bytes: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    interleaving: Interleaving | None = None,
 ) -> WalkReport | None:
-    """Take ``steps`` steps over all ranks with made-up weights, each with fresh inputs. None in processes that are
-    ranks other than 0.
+    """Take ``steps`` steps over all ranks with made-up weights, each with fresh inputs; on cpu, those of
+    ``interleaving`` and no others, by its turns and then by chance. None in processes that are ranks other than 0.
 
     Raises:
         StepgraphError: as ``Session`` does.
@@ -88,23 +92,29 @@ def walk(
     if device == "cuda":
         need_cuda()
     on_cpu = device == "cpu" or cuda_lacks() != ""
-    progress(f"{steps} steps through {len(plans.plans)} versions on {plans.world_size} ranks")
+    way = walk_order(plans, steps, seed)
+    if interleaving is not None:
+        sources = [plans.versions()[name].source for name in interleaving.word]
+        way = [(source.variant, source.bucket) for source in sources]
+    progress(f"{len(way)} steps through {len(plans.plans)} versions on {plans.world_size} ranks")
     findings: tuple[str, ...] = ()
     if on_cpu:
-        every, findings = _on_cpu(plans, steps, seed, graph_bytes)
+        every, findings = _on_cpu(plans, way, seed, graph_bytes, interleaving)
     else:
         from stepgraph.runtime.launch import run_ranks
 
-        found = run_ranks(plans.world_size, partial(_on_gpu, plans, steps, seed, graph_bytes))
+        found = run_ranks(plans.world_size, partial(_on_gpu, plans, way, seed, graph_bytes))
         if found is None:
             return None
         every = found
     progress("running the unsharded model")
     where = torch.device("cpu" if on_cpu else "cuda")
     dtype = torch_dtype(plans.plans[0].dtype)
-    exact = unsharded(plans, steps, seed, torch.float64, where)
-    rounded = unsharded(plans, steps, seed, dtype, where)
     first = every[0].outputs
+    with held_against_schedule(plans.plans):
+        exact = unsharded(plans, way, seed, torch.float64, where)
+        rounded = unsharded(plans, way, seed, dtype, where)
+        error, tolerance = largest_error(first, exact), tolerance_of(rounded, exact, dtype)
     same = all(
         len(one) == len(two) and all(map(torch.equal, one, two))
         for rank in every
@@ -113,11 +123,11 @@ def walk(
     return WalkReport(
         device=where.type,
         ranks=plans.world_size,
-        steps=steps,
+        steps=len(way),
         seed=seed,
-        taken=dict(Counter(version(plans.plan(*step)) for step in walk_order(plans, steps, seed))),
-        max_abs_error=largest_error(first, exact),
-        tolerance=tolerance_of(rounded, exact, dtype),
+        taken=dict(Counter(version(plans.plan(*step)) for step in way)),
+        max_abs_error=error,
+        tolerance=tolerance,
         ranks_agree=same,
         findings=findings,
         stats=every[0].stats,
@@ -125,14 +135,14 @@ def walk(
     )
 
 
-def unsharded(plans: PlanSet, steps: int, seed: int, dtype: torch.dtype, where: torch.device) -> list[Outputs]:
+def unsharded(plans: PlanSet, way: Way, seed: int, dtype: torch.dtype, where: torch.device) -> list[Outputs]:
     """What a model of each version makes of the walk's inputs, all models over the same states, on the host."""
     models = [Unsharded(schedule_of(plan), seed, dtype, where) for plan in plans.plans]
     for model in models:
         model.states = models[0].states
     found: list[Outputs] = []
     with torch.no_grad():
-        for number, step in enumerate(walk_order(plans, steps, seed)):
+        for number, step in enumerate(way):
             plan, model = plans.plan(*step), models[plans.index(*step)]
             outputs = model({name: tensor.to(where) for name, tensor in random_inputs(plan, seed + number).items()})
             found.append(tuple(output.cpu() for output in outputs))
@@ -140,11 +150,11 @@ def unsharded(plans: PlanSet, steps: int, seed: int, dtype: torch.dtype, where: 
 
 
 def walk_loop(
-    plans: PlanSet, steps: int, seed: int, where: torch.device, seen: list[Outputs], memory: list[int]
+    plans: PlanSet, way: Way, seed: int, where: torch.device, seen: list[Outputs], memory: list[int]
 ) -> Generator[StepOf, Outputs, None]:
     """A host loop: takes the walk's steps, and adds what comes of each to ``seen``, and on cuda what torch has
     reserved by then to ``memory``."""
-    for number, step in enumerate(walk_order(plans, steps, seed)):
+    for number, step in enumerate(way):
         given = {name: tensor.to(where) for name, tensor in random_inputs(plans.plan(*step), seed + number).items()}
         outputs = yield StepOf(given, *step)
         seen.append(tuple(output.cpu() for output in outputs))
@@ -152,10 +162,14 @@ def walk_loop(
             memory.append(torch.cuda.memory_reserved(where))
 
 
-def _on_cpu(plans: PlanSet, steps: int, seed: int, graph_bytes: int | None) -> tuple[list[Walked], tuple[str, ...]]:
+def _on_cpu(
+    plans: PlanSet, way: Way, seed: int, graph_bytes: int | None, interleaving: Interleaving | None
+) -> tuple[list[Walked], tuple[str, ...]]:
     every: list[list[Outputs]] = [[] for _ in range(plans.world_size)]
     with torch.no_grad(), Session(plans, device="cpu", seed=seed, graph_bytes=graph_bytes) as session:
-        session.drive(lambda rank: walk_loop(plans, steps, seed, torch.device("cpu"), every[rank], []))
+        if interleaving is not None:
+            session.follow(interleaving)
+        session.drive(lambda rank: walk_loop(plans, way, seed, torch.device("cpu"), every[rank], []))
         report, stats = session.report, session.stats()
     found = [*map(str, report.races), *map(str, report.faults)]
     if not report.movement_exact:
@@ -163,12 +177,12 @@ def _on_cpu(plans: PlanSet, steps: int, seed: int, graph_bytes: int | None) -> t
     return [Walked(tuple(outputs), stats, 0) for outputs in every], tuple(found)
 
 
-def _on_gpu(plans: PlanSet, steps: int, seed: int, graph_bytes: int | None, rank: int) -> Walked:
+def _on_gpu(plans: PlanSet, way: Way, seed: int, graph_bytes: int | None, rank: int) -> Walked:
     seen: list[Outputs] = []
     memory: list[int] = []
     with torch.no_grad(), Session(plans, device="cuda", seed=seed, graph_bytes=graph_bytes) as session:
         where = torch.device("cuda", torch.cuda.current_device())
-        session.drive(lambda rank: walk_loop(plans, steps, seed, where, seen, memory))
+        session.drive(lambda rank: walk_loop(plans, way, seed, where, seen, memory))
         stats = session.stats()
     settled = max(memory[: len(memory) // SETTLED + 1])
     return Walked(tuple(seen), stats, max(0, max(memory) - settled))

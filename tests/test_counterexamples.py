@@ -4,7 +4,12 @@ Except that exchanges which nothing orders (E402) are told as such.
 """
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +110,47 @@ def test_a_plan_edited_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "E404" in codes
 
 
+def test_the_printed_command_is_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the options that the reader gave, and quoted for a shell."""
+    document = json.loads(dumps(without_one_edge(plan_of("quickstart"))))
+    plan, file = tmp_path / "my plan's.plan", tmp_path / "an order.json"
+    plan.write_text(json.dumps({**document, "sha256": "0" * 64}))
+    assert cli.run(["verify", str(plan), "--edited", "--counterexample", str(file)]) == 1
+    told = capsys.readouterr()
+    line = next(line for line in told.out.splitlines() if "to see it: " in line)
+    script = f'stepgraph() {{ {shlex.quote(sys.executable)} -m stepgraph.tools.cli "$@"; }}; {line.split(": ", 1)[1]}'
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "race on" in done.stderr
+    assert "DISAGREES" in done.stdout or "NOT EXACT" in done.stdout
+
+
+def test_a_missing_order_is_told_before_what_follows_from_it() -> None:
+    """An event that brings what is read: it may be read before it is written, since nothing orders the two."""
+    for found in mutants(plan_of("quickstart"), 60, 5):
+        findings = prove(found.plan).findings
+        codes = [finding.code for finding in findings]
+        if found.kind == "drop an event" and "E307" in codes and {"E301", "E302", "E303"} & set(codes):
+            assert codes.index("E307") > max(n for n, code in enumerate(codes) if code in ("E301", "E302", "E303"))
+            assert "mend the missing order first" in findings[codes.index("E307")].hint
+            break
+    else:
+        pytest.fail("no mutant has both")
+
+
+def test_two_targets_that_share_bytes_are_both_named() -> None:
+    plan = plan_of("quickstart")
+    places = [replace(target, offset=0) for target in plan.targets[:2]]
+    found = prove(replace(plan, targets=(*places, *plan.targets[2:])))
+    raced = [f for f in found.findings if f.code in ("E301", "E303") and "which share bytes" in f.message]
+    for finding in raced:
+        named = [target.name for target in plan.targets if f"{target.name} of rank" in finding.message]
+        assert len(named) == 2
+        assert all(f" of {name} of rank " in finding.expected for name in named)
+    assert raced
+
+
 def test_files_that_do_not_fit(tmp_path: Path) -> None:
     plan = without_one_edge(plan_of("quickstart"))
     found = interleaving_of(plan, prove(plan).counterexamples[0])
@@ -130,5 +176,5 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
 
 def test_turns_that_cannot_be_taken() -> None:
     plan = plan_of("quickstart")
-    waits = Interleaving("", "", "E301", "", "", 1, prove(without_one_edge(plan)).counterexamples[0].turns)
+    waits = Interleaving("", "", (), "E301", "", "", 1, prove(without_one_edge(plan)).counterexamples[0].turns)
     assert shown(plan, waits) == "E613"

@@ -65,7 +65,7 @@ def walked(plans: PlanSet, steps: int, budget: int, rank: int) -> tuple[list[tup
     """A walk under inference mode, in which what is captured in the loop must not be made."""
     seen: list[tuple[torch.Tensor, ...]] = []
     with torch.inference_mode(), Session(plans, device="cuda", seed=5, graph_bytes=budget) as session:
-        loop = walks.walk_loop(plans, steps, 5, torch.device("cpu"), seen, [])
+        loop = walks.walk_loop(plans, walks.walk_order(plans, steps, 5), 5, torch.device("cpu"), seen, [])
         session.drive(lambda _: loop)
         stats = session.stats()
     return [tuple(output.clone().numpy() for output in outputs) for outputs in seen], stats
@@ -82,7 +82,7 @@ def test_versions_come_and_go_within_a_budget(name: str, handshake: str) -> None
     every = on_host_gpus(2, partial(walked, plans, steps, budget))
     with torch.no_grad(), Session(plans, device="cpu", seed=5, graph_bytes=budget) as session:
         want: list[list[tuple[torch.Tensor, ...]]] = [[], []]
-        session.drive(lambda rank: walks.walk_loop(plans, steps, 5, torch.device("cpu"), want[rank], []))
+        session.drive(lambda rank: walks.walk_loop(plans, walks.walk_order(plans, steps, 5), 5, torch.device("cpu"), want[rank], []))
     for (seen, stats), exact in zip(every, want, strict=True):
         assert stats.misses > 3
         assert stats.evictions > 3

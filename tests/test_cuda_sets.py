@@ -102,7 +102,7 @@ def both_ways(plans: PlanSet, rank: int) -> list[bool]:
     where = torch.device("cuda", torch.cuda.current_device())
     for eager in (True, False):
         outputs: list[tuple[torch.Tensor, ...]] = []
-        loop = walks.walk_loop(plans, 40, 5, where, outputs, [])
+        loop = walks.walk_loop(plans, walks.walk_order(plans, 40, 5), 5, where, outputs, [])
         with torch.no_grad(), Session(plans, device="cuda", seed=1, eager=eager) as session:
             session.drive(lambda _, loop=loop: loop)
         seen.append(outputs)

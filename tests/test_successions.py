@@ -24,10 +24,10 @@ def step(first_slot: int, closes: bool = False, protocol: Protocol = Protocol.ME
     draft = Draft((1, 1), first_slot=first_slot)
     targets = [draft.target("even"), draft.target("odd")]
     movings = [draft.move(f"move {number}", target, protocol) for number, target in enumerate(targets)]
-    make, use = draft.op("call", "make"), draft.op("call", "use")
+    makes, uses = ([draft.op("call", name) for _ in movings] for name in ("make", "use"))
     closing = draft.exchange("closing", protocol=protocol) if closes else None
     for rank in draft.ranks:
-        for moving in movings:
+        for moving, make, use in zip(movings, makes, uses, strict=True):
             rank.send(0, moving, rank.make(0, make))
             rank.handshake(0, moving.exchange)
             if not late or moving is movings[0]:
@@ -35,7 +35,7 @@ def step(first_slot: int, closes: bool = False, protocol: Protocol = Protocol.ME
         if closing is not None:
             rank.handshake(0, closing)
         if late:
-            rank.make(0, use, [rank.whole(movings[1].target)])
+            rank.make(0, uses[1], [rank.whole(movings[1].target)])
     return draft.plan()
 
 
@@ -226,6 +226,13 @@ def test_what_is_wrong_with_one_plan_alone_is_told_once() -> None:
     assert proof.alone["b"].ok
     assert proof.successions == ()
     assert not proof.ok
+
+
+def test_a_plan_that_is_not_there_is_no_plan_to_follow() -> None:
+    plans = {"a": step(0), "b": step(100)}
+    for follows in ({"b": ("a", "c")}, {"c": ("a",)}):
+        with pytest.raises(ValueError, match="follows names c; the plans are a, b"):
+            prove_set(plans, follows)
 
 
 @dataclass

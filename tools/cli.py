@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import click
 
-from stepgraph.planner.diagnostics import StepgraphError
+from stepgraph.planner.diagnostics import CapabilityError, Diagnostic, StepgraphError
 from stepgraph.tools.output import tell
 
 SUBCOMMANDS = {
@@ -29,6 +29,7 @@ SUBCOMMANDS = {
     "doctor": "Tell what this machine can run.",
 }
 INTERNAL_ERROR = 101
+NO_MEMORY = Diagnostic("E606", "this machine has too little memory for that", hint="take smaller sizes")
 
 
 class Commands(click.Group):
@@ -76,6 +77,9 @@ def run(arguments: list[str]) -> int:
         return 2
     except click.Abort:
         return 2
+    except MemoryError:
+        tell(CapabilityError([NO_MEMORY]), "json" if _wants_json(arguments) else "text")
+        return CapabilityError([NO_MEMORY]).exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit's flush is quiet too
         return 0

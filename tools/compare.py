@@ -9,6 +9,7 @@ import click
 from stepgraph.tools.output import (
     SEED,
     console,
+    edited_option,
     emit_json,
     format_option,
     one_process,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--by-layer", is_flag=True, help="A line a layer; else the verdict alone.")
 @click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="auto", help="Where the ranks run.")
 @click.option("--seed", type=SEED, default=0, help="Of weights, inputs and, on cpu, interleaving.")
+@edited_option
 @version_options
 @set_option
 @format_option
@@ -38,6 +40,7 @@ def command(
     by_layer: bool,
     device: DeviceName,
     seed: int,
+    edited: bool,
     settings: tuple[str, ...],
     variant: str,
     bucket: str,
@@ -50,7 +53,7 @@ def command(
 
     if device == "cpu" or (device == "auto" and cuda_lacks()):
         one_process("all ranks run in one process on cpu")
-    plan = read_plan_or_schedule(file, settings, variant=variant, bucket=bucket)
+    plan = read_plan_or_schedule(file, settings, edited, variant, bucket)
     progress(f"comparing {plan.name} op by op")
     rows = compare(plan, seed, device)
     if rows is None:  # a rank other than 0

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepgraph.tools.output import emit_json, format_option, read_plan_or_schedule, set_option, version_options
+from stepgraph.tools.output import (
+    edited_option,
+    emit_json,
+    format_option,
+    read_plan_or_schedule,
+    set_option,
+    version_options,
+)
 from stepgraph.tools.summary import summary
 
 if TYPE_CHECKING:
@@ -35,14 +42,15 @@ def first_difference(a: Plan, b: Plan) -> dict[str, str | int] | None:
 @click.command("diff")
 @click.argument("a")
 @click.argument("b")
+@edited_option
 @version_options
 @set_option
 @format_option
-def command(a: str, b: str, settings: tuple[str, ...], variant: str, bucket: str, style: str) -> int:
+def command(a: str, b: str, edited: bool, settings: tuple[str, ...], variant: str, bucket: str, style: str) -> int:
     """Tell how two schedules or plans differ. Exits with 1 where they do."""
     from stepgraph.planner.plan import plan_hash
 
-    left, right = (read_plan_or_schedule(file, settings, variant=variant, bucket=bucket) for file in (a, b))
+    left, right = (read_plan_or_schedule(file, settings, edited, variant, bucket) for file in (a, b))
     same = plan_hash(left) == plan_hash(right)
     one, two = summary(left), summary(right)
     changed = {key: [one[key], two[key]] for key in one if one[key] != two[key]}

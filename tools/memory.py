@@ -11,6 +11,7 @@ import click
 
 from stepgraph.tools.output import (
     console,
+    edited_option,
     emit_json,
     format_option,
     read_plan_or_schedule,
@@ -39,6 +40,8 @@ def uses(plan: Plan, rank: int) -> list[Use]:
     """What a rank's targets hold, one filling after another, by the order of ops; a state is in use all the time."""
     from stepgraph.planner.plan import Collective, Run, Send, Store
 
+    if not plan.ops:
+        return []
     program = plan.ranks[rank]
     touched: dict[int, dict[int, bool]] = {number: {} for number in range(len(plan.targets))}
     """Target -> op -> whether it writes."""
@@ -49,7 +52,9 @@ def uses(plan: Plan, rank: int) -> list[Use]:
     stores = {op.name: number for number, op in enumerate(plan.ops) if op.kind == "store"}
     for item in program.instructions:
         if isinstance(item, Store) and program.views[item.view].buffer < len(plan.targets):
-            touched[program.views[item.view].buffer][stores[plan.outputs[item.output].name]] = False
+            touched[program.views[item.view].buffer][stores.get(plan.outputs[item.output].name, len(plan.ops) - 1)] = (
+                False
+            )
         views: tuple[int, ...] = ()
         if isinstance(item, Run):
             views = item.inputs
@@ -109,14 +114,22 @@ def drawing(plan: Plan, rank: int) -> str:
 @click.argument("file")
 @click.option("--rank", type=click.IntRange(0), default=0, help="Whose arena.")
 @click.option("--svg", type=click.Path(dir_okay=False), help="Draw offsets against ops into this file.")
+@edited_option
 @version_options
 @set_option
 @format_option
 def command(
-    file: str, rank: int, svg: str | None, settings: tuple[str, ...], variant: str, bucket: str, style: str
+    file: str,
+    rank: int,
+    svg: str | None,
+    edited: bool,
+    settings: tuple[str, ...],
+    variant: str,
+    bucket: str,
+    style: str,
 ) -> int:
     """Show where a plan's targets lie in the arena, and from which op to which each is in use."""
-    plan = read_plan_or_schedule(file, settings, variant=variant, bucket=bucket)
+    plan = read_plan_or_schedule(file, settings, edited, variant, bucket)
     if rank >= plan.world_size:
         raise click.UsageError(f"the plan has ranks 0 to {plan.world_size - 1}")
     found, program = uses(plan, rank), plan.ranks[rank]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -42,6 +44,7 @@ def version_options(function: Command) -> Command:
 
 
 def edited_option(function: Command) -> Command:
+    """--edited, for every command that takes a plan."""
     return click.option("--edited", is_flag=True, help="Take a plan that was edited by hand, whatever its hash.")(
         function
     )
@@ -109,7 +112,33 @@ def one_process(why: str) -> None:
 
 
 def emit_json(data: object) -> None:
-    click.echo(json.dumps(data, indent=2))
+    """Print data; a number that is none, as the error of a run whose outputs are NaN, as null: JSON has no NaN."""
+    click.echo(json.dumps(_finite(data), indent=2, allow_nan=False))
+
+
+def _finite(data: object) -> object:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def pasteable(
+    subcommand: str,
+    file: str,
+    options: Sequence[str],
+    edited: bool = False,
+    variant: str = "",
+    bucket: str = "",
+    settings: Sequence[str] = (),
+) -> str:
+    """A command for FILE as it is given by hand, with the options that tell what is meant by it."""
+    chosen = [*options, *(["--edited"] if edited else [])]
+    for name, values in (("--variant", [variant]), ("--bucket", [bucket]), ("--set", settings)):
+        chosen += [word for value in values if value for word in (name, value)]
+    words = [*chosen, "--", file] if file.startswith("-") else [file, *chosen]
+    return shlex.join(["stepgraph", subcommand, *words])
 
 
 def diagnostic_data(diagnostic: Diagnostic) -> dict[str, str | int | None]:

@@ -30,15 +30,17 @@ if TYPE_CHECKING:
     from stepgraph.runtime.session import DeviceName
     from stepgraph.runtime.simulate import RunReport
 
+STEPS = 8
+
 
 @click.command("run")
 @click.argument("file")
 @click.option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="auto", help="Where it runs.")
 @click.option("--ranks", type=click.IntRange(1, 64), help="How many; sets the schedule's ulysses axis.")
-@click.option("--steps", type=click.IntRange(1, 10_000), default=8, help="Denoising steps.")
+@click.option("--steps", type=click.IntRange(1, 10_000), help=f"Denoising steps; by default {STEPS}.")
 @click.option("--seed", type=SEED, default=0, help="Of weights, inputs and, on cpu, interleaving.")
 @click.option("--eager", is_flag=True, help="On cuda: issue every step anew, capture nothing.")
-@click.option("--interleave", metavar="FILE", help="On cpu: take the turns of a counterexample first.")
+@click.option("--interleave", metavar="FILE", help="On cpu: first take the turns of a counterexample.")
 @click.option("--solo", is_flag=True, help="On cuda: rank 0 alone, with stand-ins for its peers, and what it costs.")
 @click.option("--graph-bytes", type=click.IntRange(0), help="Of a plan set: how much captured versions may take.")
 @edited_option
@@ -49,7 +51,7 @@ def command(
     file: str,
     device: DeviceName,
     ranks: int | None,
-    steps: int,
+    steps: int | None,
     seed: int,
     eager: bool,
     solo: bool,
@@ -73,15 +75,19 @@ def command(
     if on_cpu or solo:
         one_process("all ranks run in one process on cpu" if on_cpu else "--solo runs one rank")
     if len(plans.plans) > 1 and not (variant or bucket):
-        if solo or eager or interleave:
-            raise click.UsageError("--solo, --eager and --interleave take one version: choose with --variant, --bucket")
-        return _walk(plans, steps, seed, device, graph_bytes, style)
+        if solo or eager:
+            raise click.UsageError("--solo and --eager take one version: choose with --variant and --bucket")
+        if interleave and steps:
+            raise click.UsageError("--interleave says which steps of a plan set are taken; leave --steps out")
+        turns = _interleaving(interleave, plans, device) if interleave else None
+        return _walk(plans, steps or STEPS, seed, "cpu" if turns else device, graph_bytes, turns, style)
     if graph_bytes is not None:
         raise click.UsageError("--graph-bytes is for a walk through several versions; this runs one")
     plan = plans.plan(variant, bucket)
     if (solo or eager) and on_cpu:
         why = "this run is on cpu" if device == "cpu" else "which is not there; `stepgraph doctor` tells why"
         raise click.UsageError(f"--solo and --eager are for cuda, {why}")
+    steps = steps or STEPS
     if solo:
         return _solo(plan, steps, seed, style)
     from stepgraph.runtime.simulate import simulate
@@ -97,7 +103,7 @@ def command(
     return 0 if report.ok else 1
 
 
-def _interleaving(file: str, plan: Plan, device: DeviceName) -> Interleaving:
+def _interleaving(file: str, plan: Plan | PlanSet, device: DeviceName) -> Interleaving:
     from stepgraph.runtime.interleave import load_interleaving
 
     if device == "cuda":
@@ -107,10 +113,18 @@ def _interleaving(file: str, plan: Plan, device: DeviceName) -> Interleaving:
     return found
 
 
-def _walk(plans: PlanSet, steps: int, seed: int, device: DeviceName, graph_bytes: int | None, style: str) -> int:
+def _walk(
+    plans: PlanSet,
+    steps: int,
+    seed: int,
+    device: DeviceName,
+    graph_bytes: int | None,
+    turns: Interleaving | None,
+    style: str,
+) -> int:
     from stepgraph.runtime.walk import walk
 
-    report = walk(plans, steps, seed, device, graph_bytes, progress)
+    report = walk(plans, steps, seed, device, graph_bytes, progress, turns)
     if report is None:  # a rank other than 0
         return 0
     stats = report.stats

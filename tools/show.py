@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepgraph.tools.output import console, emit_json, format_option, read_plan_or_schedule, set_option, version_options
+from stepgraph.tools.output import (
+    console,
+    edited_option,
+    emit_json,
+    format_option,
+    read_plan_or_schedule,
+    set_option,
+    version_options,
+)
 
 if TYPE_CHECKING:
     from stepgraph.planner.plan import Instruction, Plan
@@ -81,6 +89,7 @@ def shown_layers(plan: Plan, rank: int, layer: int | None, everything: bool) -> 
 @click.option("--rank", type=click.IntRange(0), default=0, help="Whose program.")
 @click.option("--layer", type=click.IntRange(0), help="Only this layer.")
 @click.option("--all", "everything", is_flag=True, help="All layers, not only the first of each block.")
+@edited_option
 @version_options
 @set_option
 @format_option
@@ -89,13 +98,14 @@ def command(
     rank: int,
     layer: int | None,
     everything: bool,
+    edited: bool,
     settings: tuple[str, ...],
     variant: str,
     bucket: str,
     style: str,
 ) -> int:
     """Show a rank's program: a column a stream, a row an instruction, in the order of issue."""
-    plan = read_plan_or_schedule(file, settings, variant=variant, bucket=bucket)
+    plan = read_plan_or_schedule(file, settings, edited, variant, bucket)
     if rank >= plan.world_size:
         raise click.UsageError(f"the plan has ranks 0 to {plan.world_size - 1}")
     layers = layers_of(plan, rank)

@@ -14,6 +14,7 @@ from stepgraph.tools.output import (
     edited_option,
     emit_json,
     format_option,
+    pasteable,
     progress,
     read_plans,
     set_option,
@@ -21,12 +22,16 @@ from stepgraph.tools.output import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from stepgraph.planner.plan import Plan
     from stepgraph.planner.plan_set import PlanSet
     from stepgraph.planner.verify.proof import Proof
+    from stepgraph.planner.verify.succession import SetProof
+    from stepgraph.runtime.interleave import Interleaving
     from stepgraph.runtime.mutate import Verdict
+
+NO_ORDER = "no order is missing, any run shows it"
 
 
 @click.command("verify")
@@ -60,13 +65,16 @@ def command(
 
     plans = read_plans(file, settings, edited)
     if len(plans.plans) > 1 and not (variant or bucket):
-        if mutate or counterexample:
-            raise click.UsageError("--mutate and --counterexample take one version: choose with --variant and --bucket")
-        return _set(plans, style)
+        if mutate:
+            raise click.UsageError("--mutate takes one version: choose with --variant and --bucket")
+        return _set(plans, counterexample, lambda v, b, o: pasteable("run", file, o, edited, v, b, settings), style)
     plan = plans.plan(variant, bucket)
     progress(f"proving {plan.name}")
     proof = prove(plan)
-    written = _write(plan, proof, counterexample) if counterexample else False
+    to_see = ""
+    if counterexample and proof.counterexamples:
+        options = _write(counterexample, _of_one(plan, proof))
+        to_see = pasteable("run", file, options, edited, variant, bucket, settings)
     verdicts = _judged(plan, mutate, seed) if mutate and proof.ok else []
     agree = all(verdict.outcome in ("killed", "safe") for verdict in verdicts)
     if style == "json":
@@ -77,7 +85,8 @@ def command(
                 "replays": proof.replays,
                 "findings": [diagnostic_data(finding) for finding in proof.findings],
                 "assumptions": list(proof.assumptions),
-                "counterexample": counterexample if written else None,
+                "counterexample": counterexample if to_see else None,
+                "to_see_it": to_see or None,
                 **({"mutants": _data(verdicts)} if mutate else {}),
             }
         )
@@ -86,11 +95,8 @@ def command(
         click.echo(finding.render(), err=True)
     verdict = f"free of races and deadlocks over {proof.replays} replays" if proof.ok else "not proven"
     click.echo(f"{plan.name}: {verdict}")
-    if written:
-        steps = proof.counterexamples[0].finding.second.replay + 1
-        click.echo(f"  to see it: stepgraph run {file} --device cpu --steps {steps} --interleave {counterexample}")
-    elif counterexample:
-        click.echo("  no counterexample: " + ("it is proven" if proof.ok else "no order is missing, any run shows it"))
+    if counterexample:
+        _tell_of_it(to_see, proof.ok, NO_ORDER)
     for assumption in proof.assumptions if proof.ok else ():
         click.echo(f"  assuming: {assumption}")
     if verdicts:
@@ -98,13 +104,20 @@ def command(
     return 0 if proof.ok and agree else 1
 
 
-def _set(plans: PlanSet, style: str) -> int:
-    """Prove every version and every succession."""
+def _set(
+    plans: PlanSet, counterexample: str | None, command: Callable[[str, str, Sequence[str]], str], style: str
+) -> int:
+    """Prove every version and every succession. ``command`` runs a variant, a bucket, or "" for all, with options."""
     from stepgraph.planner.verify.succession import prove_set
     from stepgraph.tools.output import diagnostic_data
 
     progress(f"proving {len(plans.plans)} versions of {plans.name} and their successions")
     proof = prove_set(plans.versions(), plans.follows())
+    to_see = ""
+    found = _of_set(plans, proof) if counterexample else None
+    if counterexample and found:
+        interleaving, variant, bucket = found
+        to_see = command(variant, bucket, _write(counterexample, interleaving))
     if style == "json":
         emit_json(
             {
@@ -114,6 +127,8 @@ def _set(plans: PlanSet, style: str) -> int:
                 "successions_by_closing": proof.closed,
                 "successions_looked_at": proof.words,
                 "findings": [diagnostic_data(finding) for finding in proof.findings],
+                "counterexample": counterexample if to_see else None,
+                "to_see_it": to_see or None,
             }
         )
         return 0 if proof.ok else 1
@@ -123,25 +138,54 @@ def _set(plans: PlanSet, style: str) -> int:
         click.echo(f"{name}: {'free of races and deadlocks' if alone.ok else 'not proven'}")
     how = f"{proof.closed} follow a version that is closed, {proof.words} were looked at one by one"
     click.echo(f"successions: {'free of races and deadlocks' if proof.ok else 'not proven'}; {how}")
+    if counterexample:
+        sound = all(alone.ok for alone in proof.alone.values())
+        _tell_of_it(to_see, proof.ok, "no run of the set is known that shows it" if sound else NO_ORDER)
     return 0 if proof.ok else 1
 
 
-def _write(plan: Plan, proof: Proof, file: str) -> bool:
-    """Write the first counterexample, where there is one."""
-    from stepgraph.runtime.interleave import dumps, interleaving_of
+def _of_one(plan: Plan, proof: Proof) -> Interleaving:
+    """The first counterexample, for a file."""
+    from stepgraph.runtime.interleave import interleaving_of
 
-    if not proof.counterexamples:
-        return False
-    Path(file).write_text(dumps(interleaving_of(plan, proof.counterexamples[0])), encoding="utf-8")
-    return True
+    return interleaving_of(plan, proof.counterexamples[0])
+
+
+def _of_set(plans: PlanSet, proof: SetProof) -> tuple[Interleaving, str, str] | None:
+    """The first counterexample, to a version alone or to a succession, with the variant and bucket to run; "" for
+    all."""
+    from stepgraph.runtime.interleave import interleaving_of_set
+
+    for name, alone in proof.alone.items():
+        if alone.counterexamples:
+            plan = plans.versions()[name]
+            return _of_one(plan, alone), plan.source.variant, plan.source.bucket
+    for shown in proof.counterexamples:
+        found = interleaving_of_set(plans, shown)
+        if found is not None:
+            return found, "", ""
+    return None
+
+
+def _write(file: str, interleaving: Interleaving) -> list[str]:
+    """Write a counterexample; gives the options of the run that follows it."""
+    from stepgraph.runtime.interleave import dumps
+
+    Path(file).write_text(dumps(interleaving), encoding="utf-8")
+    steps = [] if interleaving.word else ["--steps", str(interleaving.replays)]
+    return ["--device", "cpu", *steps, "--interleave", file]
+
+
+def _tell_of_it(to_see: str, ok: bool, why: str) -> None:
+    click.echo(f"  to see it: {to_see}" if to_see else f"  no counterexample: {'it is proven' if ok else why}")
 
 
 def _judged(plan: Plan, count: int, seed: int) -> list[Verdict]:
-    from stepgraph.runtime.mutate import judge, mutants
+    from stepgraph.runtime.mutate import verdicts
 
     found = []
-    for number, mutant in enumerate(mutants(plan, count, seed), 1):
-        found.append(judge(mutant))
+    for number, verdict in enumerate(verdicts(plan, count, seed), 1):
+        found.append(verdict)
         if number % 50 == 0:
             progress(f"{number} of {count} mutants")
     return found

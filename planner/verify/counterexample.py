@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -40,6 +41,19 @@ class Counterexample:
     turns: tuple[Turn, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class SetCounterexample:
+    """To a finding between versions of a set: ``word`` are those that run one after another, ``turns`` are taken in
+    them, from the first one on. None where the word itself shows it, in any order of turns."""
+
+    word: tuple[str, ...]
+    code: str
+    first: str
+    """What should have been done before ``second``, and is not."""
+    second: str
+    turns: tuple[Turn, ...]
+
+
 def counterexample(order: Order, finding: Unordered) -> Counterexample:
     """Everything that the second instruction has to wait for, in an order that keeps all edges, and then itself: the
     first is not among it."""
@@ -52,6 +66,10 @@ def counterexample(order: Order, finding: Unordered) -> Counterexample:
         return position < start if chain == own else position <= clock[chain]
 
     steps = [*(step for step in order.sequence if comes_first(step)), second]
+    return Counterexample(finding, turns_of(order, steps))
+
+
+def turns_of(order: Order, steps: Iterable[Step]) -> tuple[Turn, ...]:
+    """Whose turn it is while these steps are taken."""
     streams = [(step.rank, order.plans[step.replay].streams[order.item(step).stream]) for step in steps]
-    turns = tuple(Turn(rank, stream, len(list(run))) for (rank, stream), run in groupby(streams))
-    return Counterexample(finding, turns)
+    return tuple(Turn(rank, stream, len(list(run))) for (rank, stream), run in groupby(streams))

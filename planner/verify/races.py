@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from stepgraph.planner.diagnostics import Diagnostic
@@ -62,8 +62,8 @@ def _makers(plan: Plan, item: Instruction) -> list[_Makers]:
 
 def _asked(plan: Plan, rank: int, item: Instruction, reduction: Reduction | None) -> list[tuple[Place, bool, _Makers]]:
     """The accesses that ``reduction`` asks for, or all: where, whether it writes, and the makers of what it reads."""
-    made = _makers(plan, item)
-    found = zip_longest(accesses(plan, rank, item), made)
+    touched = accesses(plan, rank, item)
+    found = zip_longest(touched, _makers(plan, item)[: len(touched)])  # an edited plan may name more than is read
     return [(*access, makers) for access, makers in found if reduction is None or reduction.asks(*access[0][:2])]
 
 
@@ -232,20 +232,29 @@ class _Walk:
         if any(isinstance(self.order.item(a.step), Drop) for a in (one, two)):
             code = "E304"
         pairs = ((one, one_writes), (two, two_writes))
+        apart = self.buffer(one) != self.buffer(two)  # two targets that share bytes of the arena
         words = [
-            f"{'write' if w else 'read'} of {_words(a.place[2])} by {name_in(self.order, a.step)}" for a, w in pairs
+            f"{'write' if w else 'read'} of {_words(a.place[2])}{f' of {self.buffer(a)}' if apart else ''} by "
+            f"{name_in(self.order, a.step)}"
+            for a, w in pairs
         ]
+        where = f"{self.buffer(one)} and {self.buffer(two)}, which share bytes" if apart else self.buffer(one)
         self.note(
             code,
             two,
-            f"nothing orders two accesses to {self.buffer(one)}, {when}",
+            f"nothing orders two accesses to {where}, {when}",
             f"an order between {words[0]} and {words[1]}",
             "none: the second can run before the first",
-            "let an exchange lie between them: more buffers, or a gather before the next send"
-            if is_target
-            else "let the second wait for an event that is recorded after the first",
+            self.hint(one, one_writes, two),
             one,
         )
+
+    def hint(self, one: _Access, one_writes: bool, two: _Access) -> str:
+        if one.step.rank == two.step.rank:
+            return "let the second wait for an event that is recorded after the first"
+        if one_writes and one.step.replay == two.step.replay and self.buffer(one) == self.buffer(two):
+            return "let the second wait for an event that is recorded after the wait of the exchange that brings it"
+        return "let an exchange lie between them: more buffers, or a gather before the next send"
 
     def _turn(self, access: _Access) -> tuple[int, float]:
         """When an access is meant to come: by replay, then by the schedule; outputs and drops come last."""
@@ -277,4 +286,14 @@ def races(order: Order, reduction: Reduction | None = None) -> tuple[list[Diagno
     """The races, a few of each memory, and how many accesses were looked at: what ``reduction`` asks for, or all."""
     walk = _Walk(order, reduction)
     walk.run()
-    return walk.found, walk.total
+    return _by_cause(walk.found), walk.total
+
+
+def _by_cause(found: Sequence[Diagnostic | Unordered]) -> list[Diagnostic | Unordered]:
+    """Missing orders first: data that is read too early, or overwritten too early, often only follows from one."""
+    missing = [one for one in found if isinstance(one, Unordered)]
+    others = [one for one in found if not isinstance(one, Unordered)]
+    if missing:
+        hint = "mend the missing order first, which may be all that is wrong; else "
+        others = [replace(one, hint=hint + one.hint) for one in others]
+    return [*missing, *others]

@@ -19,15 +19,13 @@ from itertools import combinations
 
 from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import Collective, Plan
-from stepgraph.planner.verify.counterexample import Unordered
+from stepgraph.planner.verify.counterexample import SetCounterexample, Unordered
 from stepgraph.planner.verify.findings import first_of_each
 from stepgraph.planner.verify.order import Order, order_of
 from stepgraph.planner.verify.proof import Proof, collector_paused, examine
 from stepgraph.planner.verify.races import accesses, races
-from stepgraph.planner.verify.words import Uses, is_epoch, uses_of, words_of_many
-
-Follows = Mapping[str, tuple[str, ...]]
-"""By plan: what it may directly follow."""
+from stepgraph.planner.verify.sharing import Follows, Told, shared_epochs, shared_states, shown_by
+from stepgraph.planner.verify.words import Uses, uses_of, words_of_many
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,9 @@ class SetProof:
     alone: Mapping[str, Proof]
     """Of each plan, followed by itself."""
     successions: tuple[Diagnostic, ...]
-    """What is wrong between plans that are proven alone. There is no interleaving to these: a run is of one plan."""
+    """What is wrong between plans that are proven alone."""
+    counterexamples: tuple[SetCounterexample, ...]
+    """To ``successions``, where a run is known that shows it."""
     closed: int
     """Allowed successions of two plans that the first one's closing decides."""
     words: int
@@ -79,7 +79,7 @@ def _reach(order: Order) -> _Reach:
 def _words(names: Sequence[str], follows: Follows, reach: Mapping[str, _Reach]) -> Iterator[tuple[str, ...]]:
     """Every allowed word of different plans that are transparent but for the first and the last one, where no part of
     it may be left out."""
-    then = {name: [other for other in names if name in follows.get(other, ())] for name in names}
+    then = {name: [other for other in names if name in follows[other]] for name in names}
 
     def longer(word: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         for name in then[word[-1]]:
@@ -93,59 +93,29 @@ def _words(names: Sequence[str], follows: Follows, reach: Mapping[str, _Reach]) 
         yield from longer((name,))
 
 
-def _shared_epochs(plans: Mapping[str, Plan], uses: Mapping[int, Uses]) -> Iterator[Diagnostic]:
-    """A word that counts epochs counts those of one handshake."""
-    for (name, one), (other, two) in combinations(plans.items(), 2):
-        for word in sorted(uses[id(one)].keys() & uses[id(two)].keys()):
-            if is_epoch(one, uses[id(one)][word]) or is_epoch(two, uses[id(two)][word]):
-                yield Diagnostic(
-                    "E404",
-                    f"{name} and {other} both use flag {word[1]} of rank {word[0]}, which counts epochs",
-                    None,
-                    "words of its own for each handshake of a set",
-                    "one word",
-                    "give each plan of a set a range of flag slots",
-                )
-                break
-
-
-def _shared_states(plans: Mapping[str, Plan]) -> Iterator[Diagnostic]:
-    """What a plan leaves in a state outlives every other plan: nothing else lies there."""
-    for name, plan in plans.items():
-        for state in (state for state in plan.states if state.buffer < len(plan.targets)):
-            kept = plan.targets[state.buffer]
-            for other, found in plans.items():
-                own = {one.buffer: one.name for one in found.states}
-                for number, target in enumerate(found.targets):
-                    meet = kept.offset < target.offset + target.nbytes and target.offset < kept.offset + kept.nbytes
-                    same = own.get(number) == state.name
-                    if other != name and (meet != same or (same and kept.offset != target.offset)):
-                        yield Diagnostic(
-                            "E306",
-                            f"{other} writes where {name} has the state {state.name}, or has it elsewhere",
-                            None,
-                            f"{state.name} at bytes {kept.offset} to {kept.offset + kept.nbytes}, and nothing else",
-                            f"{target.name} at bytes {target.offset} to {target.offset + target.nbytes}",
-                            "give states of one name one place in the arena, and share it with nothing",
-                        )
-                        return
-
-
-def _succession(word: Sequence[str], plans: Mapping[str, Plan], uses: Mapping[int, Uses]) -> Iterator[Diagnostic]:
+def _succession(word: Sequence[str], plans: Mapping[str, Plan], uses: Mapping[int, Uses]) -> Iterator[Told]:
     order = order_of([plans[name] for name in word], word)
     assert not order.stuck, "each plan comes to its end alone"
     raced, _ = races(order)
     for found in first_of_each([*words_of_many(order, uses), *raced], 1):
         what = found.diagnostic if isinstance(found, Unordered) else found
         hint = f"end {word[0]} with a handshake of all its ranks, and give each plan flag words of its own"
-        yield replace(what, message=f"at the succession {' -> '.join(word)}: {what.message}", hint=hint)
+        told = replace(what, message=f"at the succession {' -> '.join(word)}: {what.message}", hint=hint)
+        yield told, shown_by(word, order, found) if isinstance(found, Unordered) else None
 
 
 @collector_paused()
 def prove_set(plans: Mapping[str, Plan], follows: Follows) -> SetProof:
     """Prove plans that may follow one another; names are those of variants, or of variants and buckets. Successions
-    are looked at between plans that are proven alone. A plan must stand its own repetition, allowed or not."""
+    are looked at between plans that are proven alone. A plan must stand its own repetition, allowed or not.
+
+    Raises:
+        ValueError: for a name in ``follows`` that no plan has.
+    """
     assert len({id(plan) for plan in plans.values()}) == len(plans), "a plan has one name"
+    unknown = sorted({*follows, *(name for before in follows.values() for name in before)} - plans.keys())
+    if unknown:
+        raise ValueError(f"follows names {', '.join(unknown)}; the plans are {', '.join(plans)}")
     alone: dict[str, Proof] = {}
     reach: dict[str, _Reach] = {}
     for name, plan in plans.items():
@@ -154,7 +124,8 @@ def prove_set(plans: Mapping[str, Plan], follows: Follows) -> SetProof:
             reach[name] = _reach(order)
     sound = {name: plans[name] for name in reach}
     uses = {id(plan): uses_of(plan) for plan in sound.values()}
-    found = [*_shared_epochs(sound, uses), *_shared_states(sound)]
+    among = {two: tuple(one for one in follows.get(two, ()) if one in sound) for two in sound}
+    found = [*shared_epochs(sound, uses, among), *shared_states(sound, among)]
     shared = {
         name
         for one, two in combinations(sound, 2)
@@ -162,8 +133,11 @@ def prove_set(plans: Mapping[str, Plan], follows: Follows) -> SetProof:
         for name in (one, two)
     }
     sealed = {name for name in sound if reach[name].closed and name not in shared}
-    allowed = [(one, two) for two in sound for one in follows.get(two, ()) if one in sound]
-    words = [word for word in _words(list(sound), follows, reach) if word[0] not in sealed]
+    allowed = [(one, two) for two in sound for one in among[two]]
+    words = [word for word in _words(list(sound), among, reach) if word[0] not in sealed]
     for word in words:
         found += _succession(word, sound, uses)
-    return SetProof(alone, tuple(found), sum(one in sealed for one, _ in allowed), len(words))
+    shown = tuple(run for _, run in found if run is not None)
+    return SetProof(
+        alone, tuple(what for what, _ in found), shown, sum(one in sealed for one, _ in allowed), len(words)
+    )

@@ -48,7 +48,7 @@ def _one(draw: st.DrawFn, rows: tuple[int, ...], first_slot: int) -> Plan:
     if rounds and draw(st.integers(0, 2)) == 0:
         rounds.append(draft.exchange("last", draw(st.sampled_from([0, 0, 1])), protocol))
     draft.slots = list(draw(st.permutations(draft.slots)))
-    use = draft.op("call", "use") if any(isinstance(found, Moving) for found in rounds) else make
+    uses = {found: draft.op("call", f"use {found.op}") for found in rounds if isinstance(found, Moving)}
     late = draw(st.booleans())
     for rank in draft.ranks:
         source = rank.make(0, make)
@@ -65,10 +65,11 @@ def _one(draw: st.DrawFn, rows: tuple[int, ...], first_slot: int) -> Plan:
                     rank.send(streams[1], found, source)
                 rank.handshake(streams[1], exchange)
             rank.after(0, streams[1])
-            reads += [rank.whole(found.target)] if isinstance(found, Moving) else []
+            reads += [(uses[found], rank.whole(found.target))] if isinstance(found, Moving) else []
             while reads and not late:
-                rank.make(0, use, [reads.pop()])
-        for view in reads:
+                use, view = reads.pop()
+                rank.make(0, use, [view])
+        for use, view in reads:
             rank.make(0, use, [view])
     plan = draft.plan()
     swapped = draw(st.permutations(range(len(fills))))
@@ -80,7 +81,7 @@ def sets_by_hand(draw: st.DrawFn) -> tuple[dict[str, Plan], Follows]:
     """Two to four plans, those that are proven alone; some share flag words."""
     rows = draw(st.sampled_from([(1, 1), (1, 1, 1), (1, 0, 2)]))
     found = [draw(_one(rows, draw(st.sampled_from([0, 100 * n])))) for n in range(draw(st.integers(2, 4)))]
-    return _sound(found), draw(_follows(len(found)))
+    return _allowed(_sound(found), draw(_follows(len(found))))
 
 
 @st.composite
@@ -95,11 +96,16 @@ def sets_of_schedules(draw: st.DrawFn) -> tuple[dict[str, Plan], Follows]:
     for plan in share_memory(plans) if plans and draw(st.integers(0, 3)) else plans:
         shift = apart * len(found) + ALIGNMENT * draw(st.integers(0, 3))
         found.append(placed(plan, {n: shift + target.offset for n, target in enumerate(plan.targets)}))
-    return _sound(found), draw(_follows(len(found)))
+    return _allowed(_sound(found), draw(_follows(len(found))))
 
 
 def _sound(plans: list[Plan]) -> dict[str, Plan]:
     return {name: plan for name, plan in zip(NAMES, plans, strict=False) if prove(plan).ok}
+
+
+def _allowed(plans: dict[str, Plan], follows: Follows) -> tuple[dict[str, Plan], Follows]:
+    """Without what is said of plans that are not sound."""
+    return plans, {name: tuple(one for one in follows.get(name, ()) if one in plans) for name in plans}
 
 
 @st.composite
