@@ -45,6 +45,10 @@ class ReplayCache:
         """A version was captured ahead of its use."""
         self.held[version] = None
 
+    def drop(self, version: int) -> None:
+        """A version that came could not be captured."""
+        del self.held[version]
+
     def forget(self) -> None:
         """Nothing is captured any more."""
         self.held.clear()

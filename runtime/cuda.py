@@ -148,7 +148,7 @@ class CudaRank:
                 if buffer in self.states:
                     copies += self._into_state(self.states[buffer], self._own(result))
                 else:
-                    self.tensors[buffer] = self._own(result)
+                    self.tensors[buffer] = self._own(result, inputs)
             for copy in copies:
                 copy2d.enqueue(copy, self.streams[run.stream].cuda_stream)
             self.state_copies[number] = copies
@@ -164,12 +164,12 @@ class CudaRank:
         for state in self.states.values():
             state.zero_()
 
-    def _own(self, result: Tensor) -> Tensor:
+    def _own(self, result: Tensor, inputs: Sequence[Tensor] = ()) -> Tensor:
         """A stage's result with dense rows that nobody else writes to: itself, or, where it is strided otherwise or a
-        part of a target or of a state, a copy."""
+        part of a target, of a state, or of one of ``inputs``, a copy."""
         _, rows, cols = result.shape
         dense = (cols == 1 or result.stride(2) == 1) and (rows == 1 or result.stride(1) >= cols)
-        kept = (self.site.memory.local, *self.states.values())
+        kept = (self.site.memory.local, *self.states.values(), *inputs)
         shared = result.untyped_storage().data_ptr() in [tensor.untyped_storage().data_ptr() for tensor in kept]
         return result.clone(memory_format=torch.contiguous_format) if shared or not dense else result
 

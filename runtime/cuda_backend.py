@@ -279,9 +279,16 @@ class CudaBackend:
         missed, evicted = self.cache.use(version)
         if missed:
             torch.cuda.synchronize(self.device)
-            for other in evicted:
-                self.steps[other].evict()
-            group.together("capturing the step", step.capture)
+            # As when the session opens, whatever the caller's mode: what is made here is written to by every step.
+            with torch.inference_mode(False), torch.no_grad():
+                for other in evicted:
+                    self.steps[other].evict()
+                try:
+                    group.together("capturing the step", step.capture)
+                except Exception:
+                    step.evict()  # on every rank, or some would replay what others issue
+                    self.cache.drop(version)
+                    raise
             gone = ", ".join(version_of(self.plans[other]) for other in evicted) or "none"
             log.info("captured %s in the loop; let go: %s", version_of(step.plan), gone)
         return step
@@ -318,9 +325,11 @@ class CudaBackend:
     def close(self) -> None:
         """Let go of the graph, then of the memory that it touches, then of the groups. Needs no meeting: every copy and
         flag that reaches this rank's memory was waited for by its own last step."""
-        torch.cuda.synchronize(self.device)
-        self._let_go()
-        self._leave_groups()
+        try:
+            torch.cuda.synchronize(self.device)  # raises where a step has broken the GPU's context
+        finally:
+            self._let_go()
+            self._leave_groups()
 
     def _leave_groups(self) -> None:
         if dist.is_initialized():  # else they went with the default group

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+NO_BINDINGS = "the package cuda-python is not installed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,14 @@ class CaptureFacts:
     """Those that the plan itself asks for; the others are what stages and collectives became."""
     arena_bytes: int
     pool_bytes: int
+
+
+def has_bindings() -> bool:
+    """Whether CUDA can be called from Python: by cuda-python, and not by an older package of the name `cuda`."""
+    try:
+        return find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def package_version(package: str) -> str | None:

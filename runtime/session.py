@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,7 +21,7 @@ from stepgraph.runtime.cache import CacheStats, ReplayCache
 from stepgraph.runtime.cpu import HostLoop, World
 from stepgraph.runtime.cpu_memory import Report
 from stepgraph.runtime.cpu_rank import StepInputs
-from stepgraph.runtime.facts import CaptureFacts
+from stepgraph.runtime.facts import NO_BINDINGS, CaptureFacts, has_bindings
 from stepgraph.runtime.inputs import NamedInputs, SessionError, input_error, ordered
 from stepgraph.runtime.interleave import Interleaving
 
@@ -119,8 +118,8 @@ class Session:
     def close(self) -> None:
         """Give the memory back; on cuda before the process group is destroyed."""
         if self._backend is not None:
-            self._backend.close()
-            self._backend = None
+            backend, self._backend = self._backend, None  # closed, also where closing fails
+            backend.close()
 
     @property
     def backend(self) -> Backend:
@@ -320,7 +319,7 @@ def cuda_lacks() -> str:
     """Why this process can't use the cuda device; empty where it can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
-    return "the package cuda-python is not installed" if importlib.util.find_spec("cuda") is None else ""
+    return "" if has_bindings() else NO_BINDINGS
 
 
 def need_cuda() -> None:

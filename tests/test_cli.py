@@ -159,6 +159,62 @@ def test_missing_capability_exits_with_3(capsys: pytest.CaptureFixture[str], mon
     assert "E601" in capsys.readouterr().err
 
 
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["run", "quickstart", "--solo"], 2, "for cuda, which is not there"),
+        (["run", "quickstart", "--eager", "--device", "cpu"], 2, "for cuda, this run is on cpu"),
+        (["run", "quickstart", "--solo", "--device", "cuda"], 3, "torch sees no GPU"),
+        (["run", "minimax_h3_cached_u4", "--device", "cuda"], 3, "torch sees no GPU"),
+        (["compare", "quickstart", "--device", "cuda"], 3, "torch sees no GPU"),
+        (["run", "minimax_h3_tp2_u2", "--ranks", "3"], 2, "3 is no multiple of that"),
+    ],
+)
+def test_what_needs_a_gpu_is_told(
+    capsys: pytest.CaptureFixture[str], no_gpu: None, arguments: list[str], code: int, told: str
+) -> None:
+    assert run(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert told in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("subcommand", ["run", "compare"])
+def test_torchrun_is_refused_where_one_process_does_it_all(
+    capsys: pytest.CaptureFixture[str], no_gpu: None, monkeypatch: pytest.MonkeyPatch, subcommand: str
+) -> None:
+    """Else each of its processes would run all ranks, and tell the same."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert run([subcommand, "quickstart", "--set", TINY]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "all ranks run in one process on cpu, and torchrun has started 2" in captured.err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert run([subcommand, "quickstart", "--set", TINY]) == 0
+
+
+def test_doctor_where_cuda_cannot_be_called(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU, and no cuda-python."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr("stepgraph.runtime.transport.mapping.has_bindings", lambda: False)
+    monkeypatch.setattr("stepgraph.tools.doctor.has_bindings", lambda: False)
+    rows = {row["what"]: row for row in json.loads(output(capsys, "doctor", "--format", "json"))["findings"]}
+    assert rows["transport ipc"]["means"] == "the package cuda-python is not installed"
+    assert rows["cuda-python"]["found"] == "no"
+
+
 def test_our_bugs_exit_with_101(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import stepgraph.planner.compile as module
 

@@ -69,9 +69,10 @@ def run_and_compare(plans: list[Plan]) -> list[object]:
 
 
 def sizes_of(name: str) -> dict[int, dict[str, str]]:
-    """Settings for 2, 4 and 8 ranks."""
+    """Settings for 2, 4 and 8 ranks. A rank needs a head for each chunk."""
     tensor = 2 if "tp2" in name else 1
-    return {ranks: {"mesh__ulysses": str(ranks // tensor)} for ranks in (2, 4, 8)}
+    heads = {"model__heads": "17"} if "chunks" in name else {}
+    return {ranks: {"mesh__ulysses": str(ranks // tensor), **heads} for ranks in (2, 4, 8)}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

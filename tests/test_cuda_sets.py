@@ -18,6 +18,7 @@ from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.session import Session
 
 from support.ranks import on_ranks
+from support.sizes import SETS, small_set
 
 pytestmark = [
     pytest.mark.cuda,
@@ -80,6 +81,19 @@ def test_versions_come_and_go_within_a_budget(steps: int, monkeypatch: pytest.Mo
     assert report.stats == expected(plans, steps, budget)
     assert report.stats.misses > 0
     assert report.stats.planned_bytes <= budget
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", SETS)
+def test_shipped_sets(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = {f"defaults__{kind}__via": "copy" for kind in ("gather", "all_gather", "all_reduce")}
+    plans = small_set(name, model__dtype="float32", mesh__ulysses=str(ranks), **copies)
+    budget = all_but(plans, 1)
+    report = walked(plans, 20, budget, monkeypatch)
+    assert report.max_abs_error <= report.tolerance, report
+    assert report.ranks_agree
+    assert report.stats == expected(plans, 20, budget)
+    assert report.stats.misses > 0
 
 
 def both_ways(plans: PlanSet, rank: int) -> list[bool]:

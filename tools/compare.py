@@ -12,6 +12,7 @@ from stepgraph.tools.output import (
     edited_option,
     emit_json,
     format_option,
+    one_process,
     progress,
     read_plan_or_schedule,
     set_option,
@@ -48,7 +49,10 @@ def command(
     """Run one step on all ranks and hold the result of every op against the unsharded model in float64; name the first
     that differs. Exits with 1 where one does."""
     from stepgraph.runtime.compare import compare
+    from stepgraph.runtime.session import cuda_lacks
 
+    if device == "cpu" or (device == "auto" and cuda_lacks()):
+        one_process("all ranks run in one process on cpu")
     plan = read_plan_or_schedule(file, settings, edited, variant, bucket)
     progress(f"comparing {plan.name} op by op")
     rows = compare(plan, seed, device)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import shutil
 from typing import TYPE_CHECKING
 
 import click
 
-from stepgraph.runtime.facts import package_version
+from stepgraph.runtime.facts import has_bindings, package_version
 from stepgraph.tools.output import emit_json, format_option
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def findings() -> list[dict[str, str]]:
         rows.append(_row(f"GPU {index}", torch.cuda.get_device_name(index), "a rank runs on it, or several"))
     if not gpus:
         rows.append(_row("GPU", "none", "plans run on the cpu device"))
-    bindings = "yes" if importlib.util.find_spec("cuda") else "no"
+    bindings = "yes" if has_bindings() else "no"
     rows.append(_row("cuda-python", bindings, "is needed by the cuda device"))
     rows += _transports(torch.device("cuda"))
     rows.append(_row("handshake memop, copy", "yes" if gpus else "no", "stream memory operations"))

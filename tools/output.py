@@ -100,6 +100,17 @@ def read_plans(file: str, settings: tuple[str, ...], edited: bool = False) -> Pl
     return compile_set(read_schedule_file(file, settings), progress)
 
 
+def one_process(why: str) -> None:
+    """Refuses to do in each process of torchrun what one process does alone."""
+    import os
+
+    from stepgraph.runtime.launch import launched
+
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if launched() and processes != "1":
+        raise click.UsageError(f"{why}, and torchrun has started {processes}: start it without torchrun")
+
+
 def emit_json(data: object) -> None:
     """Print data; a number that is none, as the error of a run whose outputs are NaN, as null: JSON has no NaN."""
     click.echo(json.dumps(_finite(data), indent=2, allow_nan=False))

@@ -14,6 +14,7 @@ from stepgraph.tools.output import (
     emit_json,
     format_option,
     is_plan,
+    one_process,
     progress,
     read_plans,
     set_option,
@@ -68,6 +69,11 @@ def command(
     versions of the step all are taken, in any order that is allowed; with --variant or --bucket one alone.
     """
     plans = _plans(file, settings, ranks, edited)
+    from stepgraph.runtime.session import cuda_lacks
+
+    on_cpu = device == "cpu" or (device == "auto" and cuda_lacks() != "")
+    if on_cpu or solo:
+        one_process("all ranks run in one process on cpu" if on_cpu else "--solo runs one rank")
     if len(plans.plans) > 1 and not (variant or bucket):
         if solo or eager:
             raise click.UsageError("--solo and --eager take one version: choose with --variant and --bucket")
@@ -78,10 +84,9 @@ def command(
     if graph_bytes is not None:
         raise click.UsageError("--graph-bytes is for a walk through several versions; this runs one")
     plan = plans.plan(variant, bucket)
-    from stepgraph.runtime.session import cuda_lacks
-
-    if (solo or eager) and (device == "cpu" or (device == "auto" and cuda_lacks())):
-        raise click.UsageError("--solo and --eager are for cuda, which is not there; `stepgraph doctor` tells why")
+    if (solo or eager) and on_cpu:
+        why = "this run is on cpu" if device == "cpu" else "which is not there; `stepgraph doctor` tells why"
+        raise click.UsageError(f"--solo and --eager are for cuda, {why}")
     steps = steps or STEPS
     if solo:
         return _solo(plan, steps, seed, style)

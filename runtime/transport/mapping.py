@@ -14,6 +14,7 @@ from stepgraph.kernels.copy2d import Copy2D, Strided
 from stepgraph.kernels.cuda_call import checked
 from stepgraph.kernels.dtype import torch_dtype
 from stepgraph.planner.plan import FLAG_BYTES, Instruction, Plan, Reset, Send, Signal, Wait
+from stepgraph.runtime.facts import NO_BINDINGS, has_bindings
 
 PAGE = 4096
 """Bytes; flags have pages of their own behind the arena."""
@@ -123,6 +124,8 @@ def no_peer_access() -> str | None:
     """Why this process's GPU can't be reached by address, and by stream memory operations; None where it can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
+    if not has_bindings():
+        return NO_BINDINGS
     from cuda.bindings import driver
 
     own = torch.cuda.current_device()
