@@ -204,14 +204,21 @@ CODES: dict[str, Entry] = {
     ),
     "E306": Entry(
         "data overwritten before it is read",
-        "Two targets share bytes, and one is written while the other still holds what is to be read.",
-        "Place the two targets apart; the planner does so.",
+        "Two targets share bytes, and one is written while the other still holds what is to be read; or a later op has "
+        "written over what a reader's operand names.",
+        "Place the two targets apart, as the planner does, and keep the order in which ops need one another.",
     ),
     "E307": Entry(
         "data read before it is written",
-        "A read of memory, other than that of a state, that nothing has written in the same replay, an op that no rank "
-        "carries out, or sends of an op that fill a part of their target.",
+        "A read of memory, other than that of a state, that nothing has written in the same replay, or not yet the op "
+        "that the reader's operand names; or sends of an op that fill a part of their target.",
         "Send, load or compute every part of it before.",
+    ),
+    "E308": Entry(
+        "an op left out or done twice",
+        "An op that makes something is carried out by no rank, or by one rank twice; or a rank leaves out one that "
+        "leaves a state for the next replay.",
+        "Give every rank one instruction of it.",
     ),
     "E401": Entry(
         "deadlock",

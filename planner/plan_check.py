@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from math import prod
 
@@ -246,6 +247,12 @@ class _Instructions:
                 _need(same, "an output and its view differ in shape")
 
 
+def _stores(plan: Plan, rank: int) -> None:
+    stored = Counter(item.output for item in plan.ranks[rank].instructions if isinstance(item, Store))
+    for number, output in enumerate(plan.outputs):
+        _need(stored[number] == 1, f"rank {rank} hands out {output.name} {stored[number]} times, not once")
+
+
 def _alike(source: Buffer, cut: Region, target: Buffer, laid: Region) -> None:
     shapes = (source.batch, cut.rows, cut.cols) == (target.batch, laid.rows, laid.cols)
     if not shapes or source.dtype is not target.dtype:
@@ -282,6 +289,7 @@ def check_plan(plan: Plan) -> str | None:
             checker = _Instructions(plan, rank)
             for item in program.instructions:
                 checker.check(item)
+            _stores(plan, rank)
         _collectives(plan)
     except _Broken as broken:
         return str(broken)

@@ -59,7 +59,8 @@ def _siblings(plan: Plan, op: int) -> list[int]:
     """All chunks of an op, in their order."""
 
     def key(found: Op) -> tuple[object, ...]:
-        return found.name, found.layer, found.inputs, dict(found.options).get("branch")
+        names = tuple((operand.role, operand.name) for operand in found.inputs)
+        return found.name, found.layer, names, dict(found.options).get("branch")
 
     wanted = key(plan.ops[op])
     return [n for n, found in enumerate(plan.ops) if key(found) == wanted and _chunk(found) is not None]

@@ -6,7 +6,8 @@ The two share no code. Where they disagree, one of them is wrong.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,7 @@ from stepgraph.planner.plan import (
     Collective,
     Flag,
     Instruction,
+    Load,
     Plan,
     Record,
     Reset,
@@ -116,6 +118,14 @@ class _Change:
         self.items[number] = replace(self.items[number], stream=stream)
         return with_program(self.plan, self.rank, self.items)
 
+    def repeat(self, *kinds: type) -> Plan | None:
+        """An instruction is there twice."""
+        number = self.pick(*kinds)
+        if number is None:
+            return None
+        to = min(number + self.chance.choice((1, 1, 3, 9)), len(self.items))
+        return with_program(self.plan, self.rank, [*self.items[:to], self.items[number], *self.items[to:]])
+
     def shift_target(self) -> Plan | None:
         number = self.chance.randrange(max(1, len(self.plan.targets)))
         if not self.plan.targets:
@@ -183,6 +193,10 @@ KINDS: dict[str, Callable[[_Change], Plan | None]] = {
     "drop a word": _Change.drop_word,
     "drop a send": lambda change: change.drop(Send),
     "move a send": lambda change: change.move(Send),
+    "drop a load": lambda change: change.drop(Load),
+    "drop a stage": lambda change: change.drop(Run),
+    "move a stage": lambda change: change.move(Run),
+    "repeat a stage": lambda change: change.repeat(Run),
     "drop a collective": lambda change: change.drop(Collective),
     "move a collective": lambda change: change.move(Collective),
     "swap two instructions": _Change.swap,
@@ -228,40 +242,78 @@ def _difference(plan: Plan, changed: Plan) -> str:
     return "targets"
 
 
-def _random_stage(plan: Plan, rank: int, run: Run) -> Stage:
-    """Makes random numbers of the right shapes: what moves is what matters."""
-    program = plan.ranks[rank]
-    made = program.made_by(run)
-    changed = [run.inputs.index(number) for number in run.outputs if number in run.inputs]
-
-    def stage(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        for index in changed:
-            tensors[index].uniform_()
-        boxes = [program.buffers[buffer] for buffer in made]
-        return [torch.rand((b.batch, b.rows, b.cols)).to(torch_dtype(b.dtype)) for b in boxes]
-
-    return stage
+Seen = Mapping[tuple[int, int], Sequence[Sequence[Tensor]]]
+"""What ops have read: by rank and op, the operands of each time that it was carried out. Op -1 is the caller, who reads
+the outputs."""
 
 
-def seen_by_running(plan: Plan, seed: int) -> str | None:
-    """What the cpu device notices in one interleaving of some replays, as a word; None when all is well."""
+class _Watched:
+    """Makes stages that give random numbers of the right shapes, an op of a rank the same ones in every run of a plan,
+    and keep what they read: what moves is what matters."""
+
+    def __init__(self) -> None:
+        self.read: dict[tuple[int, int], list[Sequence[Tensor]]] = defaultdict(list)
+
+    def __call__(self, plan: Plan, rank: int, run: Run) -> Stage:
+        program = plan.ranks[rank]
+        changed = [run.inputs.index(number) for number in run.outputs if number in run.inputs]
+        boxes = [program.buffers[buffer] for buffer in program.made_by(run)]
+
+        def stage(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            seen = self.read[rank, run.op]
+            seen.append([tensor.clone() for tensor in tensors])
+            chance = torch.Generator().manual_seed(hash((rank, run.op, len(seen))) % 2**63)
+            for index in changed:
+                tensors[index].uniform_(generator=chance)
+            return [torch.rand((b.batch, b.rows, b.cols), generator=chance).to(torch_dtype(b.dtype)) for b in boxes]
+
+        return stage
+
+
+def _run_watched(plan: Plan, seed: int) -> tuple[str | None, Seen]:
     inputs = [random_inputs(plan, number) for number in range(REPLAYS)]
+    watched = _Watched()
 
     def loop(rank: int) -> Generator[NamedInputs, Outputs, None]:
         for step in inputs:  # a list has no `send`, so no `yield from`
-            _ = yield step
+            outputs = yield step
+            watched.read[rank, -1].append([output.clone() for output in outputs])
 
-    session = Session(plan, device="cpu", seed=seed, stages=_random_stage)
+    session = Session(plan, device="cpu", seed=seed, stages=watched)
     try:
         session.drive(loop)
     except StepgraphError:
-        return "deadlock"
+        return "deadlock", watched.read
     report = session.report
     if report.races:
-        return "race"
+        return "race", watched.read
     if report.faults:
-        return report.faults[0].kind
-    return None if report.movement_exact else "moved wrong"
+        return report.faults[0].kind, watched.read
+    return None if report.movement_exact else "moved wrong", watched.read
+
+
+def meant_by(plan: Plan) -> Seen | None:
+    """What the ops of a plan read, for its mutants to be held against; None where a run of it goes wrong."""
+    found, seen = _run_watched(plan, 0)
+    return seen if found is None else None
+
+
+def seen_by_running(plan: Plan, seed: int, meant: Seen | None = None) -> str | None:
+    """What the cpu device notices in one interleaving of some replays, as a word, or that ops have read something else
+    than is meant; None when all is well."""
+    found, seen = _run_watched(plan, seed)
+    if found is not None or meant is None or _same(seen, meant):
+        return found
+    return "read wrong"
+
+
+def _same(one: Seen, two: Seen) -> bool:
+    def alike(mine: Sequence[Sequence[Tensor]], theirs: Sequence[Sequence[Tensor]]) -> bool:
+        return len(mine) == len(theirs) and all(
+            len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(mine, theirs, strict=True)
+        )
+
+    return one.keys() == two.keys() and all(alike(one[key], two[key]) for key in one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +331,10 @@ class Verdict:
         return "killed" if self.codes else "missed"
 
 
-def judge(mutant: Mutant) -> Verdict:
-    """The verifier's word on a mutant, and that of runs."""
-    codes = tuple(sorted({finding.code for finding in prove(mutant.plan).findings}))
-    seen = next((found for seed in range(SEEDS) if (found := seen_by_running(mutant.plan, seed))), None)
-    return Verdict(mutant, codes, seen)
+def verdicts(plan: Plan, count: int, seed: int) -> Iterator[Verdict]:
+    """The verifier's word on ``count`` mutants, and that of runs."""
+    meant = meant_by(plan)
+    for mutant in mutants(plan, count, seed):
+        codes = tuple(sorted({finding.code for finding in prove(mutant.plan).findings}))
+        runs = (seen_by_running(mutant.plan, number, meant) for number in range(SEEDS))
+        yield Verdict(mutant, codes, next(filter(None, runs), None))

@@ -76,9 +76,9 @@ def overwritten_while_a_peer_reads(repaired: bool) -> Plan:
     draft = Draft((1, 1))
     targets = [draft.target("kv 0"), draft.target("kv 1")] if repaired else [draft.target("kv 0")] * 2
     movings = [draft.move(f"gather {number}", target) for number, target in enumerate(targets)]
-    make, use, closing = draft.op("call", "make"), draft.op("call", "attention"), draft.exchange("closing")
+    stages, closing = [(draft.op("call", "make"), draft.op("call", "use")) for _ in movings], draft.exchange("closing")
     for rank in draft.ranks:
-        for moving in movings:
+        for moving, (make, use) in zip(movings, stages, strict=True):
             layer(rank, moving, make, use)
         rank.handshake(COMPUTE, closing)
     return draft.plan()
@@ -228,14 +228,15 @@ def two_sums_through_one_target(repaired: bool) -> Plan:
     one target. The exchange between them is of the other axis: it does not tell that the peer has added the first."""
     draft = Draft((1, 1, 1, 1), groups=((0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2, 3)))
     targets = [draft.target("sums 0"), draft.target("sums 1")] if repaired else [draft.target("sums 0")] * 2
-    make, use, between = draft.op("call", "partial"), draft.op("call", "sum"), draft.op("barrier", "ulysses")
+    stages = [(draft.op("call", "partial"), draft.op("call", "sum")) for _ in targets]
+    between = draft.op("barrier", "ulysses")
     closing = draft.exchange("closing", 4)
     reduces = [draft.op("all_reduce", f"reduce {number}") for number in range(2)]
     exchange = {(op, group): draft.exchange(draft.ops[op].name, group, op=op) for op in reduces for group in (0, 1)}
     exchange |= {(between, group): draft.exchange("ulysses", group, op=between) for group in (2, 3)}
     for rank in draft.ranks:
         tensor, ulysses = rank.rank // 2, 2 + rank.rank % 2
-        for op, target in zip(reduces, targets, strict=True):
+        for op, target, (make, use) in zip(reduces, targets, stages, strict=True):
             layer(rank, Moving(op, exchange[op, tensor], target), make, use)
             if op == reduces[0]:
                 rank.handshake(COMPUTE, exchange[between, ulysses])

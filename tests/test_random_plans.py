@@ -6,9 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from stepgraph.planner.plan import Plan
-
-from support.random_plans import FAMILIES, on_one_queue, opinions
+from support.random_plans import FAMILIES, Drawn, on_one_queue, opinions
 from support.states import search
 
 RULES = {"E404", "E406", "E407"}
@@ -29,8 +27,9 @@ def outcomes_of(family: str, count: int, states: int) -> Counter[tuple[str, str]
         max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )
     @given(FAMILIES[family])
-    def judge(plan: Plan) -> None:
-        found = opinions(plan, seeds=8, states=states, replays=3 if "hand-made" in family else 2)
+    def judge(drawn: Drawn) -> None:
+        plan, replays = drawn.plan, 3 if "hand-made" in family else 2
+        found = opinions(plan, seeds=8, states=states, replays=replays, base=drawn.base)
         assert not found.unsafe or found.codes, f"missed: {found}"
         assert not found.safe or found.codes <= RULES, f"false alarm: {found}"
         if not found.codes:

@@ -24,10 +24,10 @@ def step(first_slot: int, closes: bool = False, protocol: Protocol = Protocol.ME
     draft = Draft((1, 1), first_slot=first_slot)
     targets = [draft.target("even"), draft.target("odd")]
     movings = [draft.move(f"move {number}", target, protocol) for number, target in enumerate(targets)]
-    make, use = draft.op("call", "make"), draft.op("call", "use")
+    makes, uses = ([draft.op("call", name) for _ in movings] for name in ("make", "use"))
     closing = draft.exchange("closing", protocol=protocol) if closes else None
     for rank in draft.ranks:
-        for moving in movings:
+        for moving, make, use in zip(movings, makes, uses, strict=True):
             rank.send(0, moving, rank.make(0, make))
             rank.handshake(0, moving.exchange)
             if not late or moving is movings[0]:
@@ -35,7 +35,7 @@ def step(first_slot: int, closes: bool = False, protocol: Protocol = Protocol.ME
         if closing is not None:
             rank.handshake(0, closing)
         if late:
-            rank.make(0, use, [rank.whole(movings[1].target)])
+            rank.make(0, uses[1], [rank.whole(movings[1].target)])
     return draft.plan()
 
 

@@ -357,11 +357,11 @@ def test_regions_that_touch_do_not_race(plan: Plan) -> None:
 
 
 def test_a_send_that_nobody_makes() -> None:
-    """Its target is read all the same: E307, on every rank that reads it."""
+    """E308; and its target is read all the same: E307, on every rank that reads it."""
     plan = stepgraph.compile("quickstart", TINY)
     (q, *_) = [number for number, op in enumerate(plan.ops) if op.kind == "send" and op.name.endswith("send_q")]
     without = everywhere(plan, lambda items: [i for i in items if not (isinstance(i, Send) and i.op == q)])
-    assert codes(without) == {"E307"}
+    assert codes(without) == {"E307", "E308"}
     one_part = [i for i in items_of(plan, 1) if not (isinstance(i, Send) and i.op == q and i.peer == 2)]
     found = prove(with_program(plan, 1, one_part)).findings
     assert {finding.code for finding in found} == {"E307"}

@@ -181,11 +181,11 @@ def _tell_of_it(to_see: str, ok: bool, why: str) -> None:
 
 
 def _judged(plan: Plan, count: int, seed: int) -> list[Verdict]:
-    from stepgraph.runtime.mutate import judge, mutants
+    from stepgraph.runtime.mutate import verdicts
 
     found = []
-    for number, mutant in enumerate(mutants(plan, count, seed), 1):
-        found.append(judge(mutant))
+    for number, verdict in enumerate(verdicts(plan, count, seed), 1):
+        found.append(verdict)
         if number % 50 == 0:
             progress(f"{number} of {count} mutants")
     return found

@@ -1,4 +1,4 @@
-"""Every op that makes something is carried out, what it sends fills its target, and outputs are handed out."""
+"""Every op that makes something is carried out, and what an op sends fills its target on every rank of its groups."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import Collective, Load, Plan, Region, Run, Send, Store
 from stepgraph.planner.verify.cells import parts_of
 from stepgraph.planner.verify.findings import place_of_op
-
-_WITH_OP = Load | Store | Run | Send | Collective
 
 
 def _first_chunks(plan: Plan) -> list[int]:
@@ -27,53 +25,37 @@ def _first_chunks(plan: Plan) -> list[int]:
 
 
 def coverage(plan: Plan) -> Iterator[Diagnostic]:
-    """E307 for an op that nobody carries out, or a rank does not where it leaves a state; for a target that an op's
-    sends fill in part, of a state, from the op's row `at` on, as many rows as are sent; and for an output that a rank
-    does not hand out once."""
+    """E308 for an op that nobody carries out, or a rank does twice, or does not where it leaves a state; and E307 for a
+    target that an op's sends fill in part: of a state, from the op's row `at` on, as many rows as are sent."""
     yield from _undone(plan)
     yield from _unfilled(plan)
-    for rank, program in enumerate(plan.ranks):
-        stored = Counter(item.output for item in program.instructions if isinstance(item, Store))
-        for number, output in enumerate(plan.outputs):
-            if stored[number] != 1:
-                yield Diagnostic(
-                    "E307",
-                    f"rank {rank} does not hand out {output.name}",
-                    None,
-                    "one store of it",
-                    str(stored[number] or "none"),
-                    "every rank gives every output of the step to its caller",
-                )
 
 
 def _undone(plan: Plan) -> Iterator[Diagnostic]:
-    exchanged = {exchange.op for exchange in plan.exchanges}
-    done = [{item.op for item in p.instructions if isinstance(item, _WITH_OP)} for p in plan.ranks]
-    anywhere = exchanged.union(*done)
     states = plan.state_buffers
-    leaves_state = {
-        item.op
-        for program in plan.ranks
-        for item in program.instructions
-        if isinstance(item, Run) and any(program.views[view].buffer in states for view in item.outputs)
-    }
+    exchanged = {exchange.op for exchange in plan.exchanges}
+    done: list[Counter[int]] = []
+    """By rank: how often it carries out the stage of each op, or has a part in the op."""
+    leaves_state: set[int] = set()
+    for program in plan.ranks:
+        runs = [item for item in program.instructions if isinstance(item, Run)]
+        others = {item.op for item in program.instructions if isinstance(item, Load | Store | Send | Collective)}
+        done.append(Counter(run.op for run in runs) + Counter(others))
+        leaves_state |= {run.op for run in runs if any(program.views[v].buffer in states for v in run.outputs)}
     for number, op in enumerate(plan.ops):
-        if number not in anywhere and op.outputs:
-            yield _undone_by("no rank", plan, number)
-        for rank, mine in enumerate(done):
-            if number in leaves_state and number not in mine:
-                yield _undone_by(f"rank {rank} never", plan, number)
+        counts = [found[number] for found in done]
+        if op.outputs and number not in exchanged and not any(counts):
+            yield _not_once(plan, number, f"no rank carries out {op.label}", "none")
+        for rank, count in enumerate(counts):
+            if count > 1:
+                yield _not_once(plan, number, f"rank {rank} carries out {op.label} more than once", str(count))
+            elif count == 0 and number in leaves_state:
+                yield _not_once(plan, number, f"rank {rank} leaves out {op.label}, which keeps a state", "none")
 
 
-def _undone_by(who: str, plan: Plan, op: int) -> Diagnostic:
-    return Diagnostic(
-        "E307",
-        f"{who} carries out {plan.ops[op].name}",
-        place_of_op(plan, op),
-        "an instruction of it",
-        "none",
-        "what it would make is read all the same, or the op is of no use",
-    )
+def _not_once(plan: Plan, op: int, message: str, got: str) -> Diagnostic:
+    place, hint = place_of_op(plan, op), "give every rank one instruction of every op"
+    return Diagnostic("E308", message, place, "one instruction of it on every rank", got, hint)
 
 
 def _unfilled(plan: Plan) -> Iterator[Diagnostic]:

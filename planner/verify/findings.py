@@ -19,6 +19,7 @@ CODES = {
     "E304": "memory is dropped before its last use is done, twice, or on another stream than its own",
     "E306": "data is overwritten before it is read",
     "E307": "data is read before it is written",
+    "E308": "an op is left out, or done twice",
     "E401": "deadlock",
     "E402": "exchanges of one rank are not ordered",
     "E403": "two ranks have exchanges in different orders",

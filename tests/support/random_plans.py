@@ -23,7 +23,7 @@ from stepgraph.planner.plan import (
 )
 from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.verify.proof import prove
-from stepgraph.runtime.mutate import KINDS, mutant_of, seen_by_running, with_program
+from stepgraph.runtime.mutate import KINDS, meant_by, mutant_of, seen_by_running, with_program
 
 from support.random_programs import programs
 from support.random_schedules import ANY, SMALL, Axes, compiled, schedules
@@ -101,34 +101,43 @@ def edit(plan: Plan, kind: str, chance: random.Random) -> Plan | None:
     return changed if changed is not None and check_plan(changed) is None else None
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    plan: Plan
+    base: Plan | None
+    """Of which it is a changed form; None where its ops do not say what they mean to read."""
+
+
 @st.composite
-def edited(draw: st.DrawFn, plans: st.SearchStrategy[Plan], least: int, most: int) -> Plan:
+def edited(draw: st.DrawFn, plans: st.SearchStrategy[Drawn], least: int, most: int) -> Drawn:
     """A plan with some changes, one upon the other."""
-    plan = draw(plans)
+    drawn = draw(plans)
+    plan = drawn.plan
     for _ in range(draw(st.integers(least, most))):
         kind = draw(st.sampled_from(GENTLE) if draw(st.integers(0, 4)) else st.sampled_from([*KINDS, *EDITS]))
         changed = edit(plan, kind, draw(st.randoms(use_true_random=False)))
         plan = plan if changed is None else changed
-    return plan
+    return replace(drawn, plan=plan)
 
 
 @st.composite
-def from_schedules(draw: st.DrawFn, axes_of: Sequence[Axes] = ANY, stateful: bool = False) -> Plan:
+def from_schedules(draw: st.DrawFn, axes_of: Sequence[Axes] = ANY, stateful: bool = False) -> Drawn:
     """Plans that the planner has made."""
     plan = compiled(draw(schedules(axes_of, stateful)))
     assume(plan is not None)
     assert plan is not None
-    return plan
+    return Drawn(plan, plan)
 
 
-FAMILIES: dict[str, st.SearchStrategy[Plan]] = {
+BY_HAND = programs().map(lambda plan: Drawn(plan, None))
+FAMILIES: dict[str, st.SearchStrategy[Drawn]] = {
     "compiled": from_schedules(),
     # In a group of one nothing waits, and runs do not see that its copy to itself is missing or another's.
     "compiled, edited": edited(from_schedules(SMALL), 2, 4),
     "with state": from_schedules(stateful=True),
     "with state, edited": edited(from_schedules(SMALL, stateful=True), 2, 4),
-    "hand-made": programs(),
-    "hand-made, edited": edited(programs(), 1, 4),
+    "hand-made": BY_HAND,
+    "hand-made, edited": edited(BY_HAND, 1, 4),
 }
 
 
@@ -172,9 +181,10 @@ def on_one_queue(plan: Plan, chance: random.Random) -> Plan:
     return plan
 
 
-def opinions(plan: Plan, seeds: int, states: int, replays: int = 2) -> Opinions:
+def opinions(plan: Plan, seeds: int, states: int, replays: int = 2, base: Plan | None = None) -> Opinions:
     """Ask all three."""
     codes = frozenset(finding.code for finding in prove(plan).findings)
-    seen = next((found for seed in range(seeds) if (found := seen_by_running(plan, seed))), None)
+    meant = None if base is None else meant_by(base)
+    seen = next((found for seed in range(seeds) if (found := seen_by_running(plan, seed, meant))), None)
     outcome = search(plan, replays, states)
     return Opinions(codes, seen, frozenset(outcome.wrong), outcome.exhausted or bool(outcome.wrong))

@@ -48,7 +48,7 @@ def _one(draw: st.DrawFn, rows: tuple[int, ...], first_slot: int) -> Plan:
     if rounds and draw(st.integers(0, 2)) == 0:
         rounds.append(draft.exchange("last", draw(st.sampled_from([0, 0, 1])), protocol))
     draft.slots = list(draw(st.permutations(draft.slots)))
-    use = draft.op("call", "use") if any(isinstance(found, Moving) for found in rounds) else make
+    uses = {found: draft.op("call", f"use {found.op}") for found in rounds if isinstance(found, Moving)}
     late = draw(st.booleans())
     for rank in draft.ranks:
         source = rank.make(0, make)
@@ -65,10 +65,11 @@ def _one(draw: st.DrawFn, rows: tuple[int, ...], first_slot: int) -> Plan:
                     rank.send(streams[1], found, source)
                 rank.handshake(streams[1], exchange)
             rank.after(0, streams[1])
-            reads += [rank.whole(found.target)] if isinstance(found, Moving) else []
+            reads += [(uses[found], rank.whole(found.target))] if isinstance(found, Moving) else []
             while reads and not late:
-                rank.make(0, use, [reads.pop()])
-        for view in reads:
+                use, view = reads.pop()
+                rank.make(0, use, [view])
+        for use, view in reads:
             rank.make(0, use, [view])
     plan = draft.plan()
     swapped = draw(st.permutations(range(len(fills))))
