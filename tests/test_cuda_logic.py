@@ -82,7 +82,11 @@ def test_versions_come_and_go_within_a_budget(name: str, handshake: str) -> None
     every = on_host_gpus(2, partial(walked, plans, steps, budget))
     with torch.no_grad(), Session(plans, device="cpu", seed=5, graph_bytes=budget) as session:
         want: list[list[tuple[torch.Tensor, ...]]] = [[], []]
-        session.drive(lambda rank: walks.walk_loop(plans, walks.walk_order(plans, steps, 5), 5, torch.device("cpu"), want[rank], []))
+        session.drive(
+            lambda rank: walks.walk_loop(
+                plans, walks.walk_order(plans, steps, 5), 5, torch.device("cpu"), want[rank], []
+            )
+        )
     for (seen, stats), exact in zip(every, want, strict=True):
         assert stats.misses > 3
         assert stats.evictions > 3
