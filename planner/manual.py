@@ -227,8 +227,9 @@ CODES: dict[str, Entry] = {
     ),
     "E402": Entry(
         "unordered exchanges",
-        "Two handshakes or collectives of a rank are on two streams with no order. Hardware queues may run them one "
-        "after another in either order, and differently on each rank: then they wait for each other for ever.",
+        "Two handshakes or collectives of a rank are on two streams with no order by events of the rank, or several "
+        "ranks may wait in one before they signal. Hardware queues may run streams one after another in either order, "
+        "and differently on each rank: then they wait for each other for ever.",
         "Put them on one stream, or let the second wait for the first.",
     ),
     "E403": Entry(
@@ -239,7 +240,7 @@ CODES: dict[str, Entry] = {
     "E404": Entry(
         "a flag that does not match",
         "A flag word has one writer, one wait and one reset in a replay, in the owner's order wait, reset; a kernel "
-        "handshake has no reset.",
+        "handshake has no reset, and each rank signals once and then waits once in it.",
         "Give every handshake of a step words of its own.",
     ),
     "E405": Entry(
@@ -266,6 +267,12 @@ CODES: dict[str, Entry] = {
         "a stream that is not joined",
         "A capture ends on the origin, which must have waited for everything.",
         "Let the origin wait for an event recorded at the stream's end.",
+    ),
+    "E410": Entry(
+        "a copy that its exchange does not close",
+        "A send names the handshake that closes it. It comes before its rank signals there, goes to a member, and is "
+        "read behind the wait there: some transports deliver it at that wait, and not before.",
+        "Let the send name the handshake that comes behind it and before its readers.",
     ),
     "E601": Entry(
         "a device that is not there",

@@ -184,7 +184,14 @@ class _Instructions:
     def parts(self, item: Collective) -> None:
         _index(item.op, len(self.plan.ops), "op")
         _index(item.exchange, len(self.plan.exchanges), "exchange")
-        group = self.plan.groups[self.plan.exchanges[item.exchange].group]
+        exchange = self.plan.exchanges[item.exchange]
+        group = self.plan.groups[exchange.group]
+        _need(item.op == exchange.op, f"a collective of {exchange.name} belongs to another op")
+        _need(item.reduce == (self.plan.ops[item.op].kind == "all_reduce"), f"whether {exchange.name} adds up")
+        if item.reduce:
+            for parts in (item.outgoing, item.incoming):
+                _need(sorted(part.peer for part in parts) == sorted(group), f"the parts of the sum {exchange.name}")
+                _need(len({(part.view, part.region) for part in parts}) == 1, f"the tensor of the sum {exchange.name}")
         for part in (*item.outgoing, *item.incoming):
             self.view(part.view)
             _within(part.region, self.program.views[part.view].region, "a part of a collective")
@@ -247,8 +254,12 @@ class _Instructions:
                 _need(same, "an output and its view differ in shape")
 
 
-def _stores(plan: Plan, rank: int) -> None:
-    stored = Counter(item.output for item in plan.ranks[rank].instructions if isinstance(item, Store))
+def _ends(plan: Plan, rank: int) -> None:
+    """Inputs come in to places of their own, and outputs go out once."""
+    program = plan.ranks[rank]
+    loaded = [program.views[item.view].buffer for item in program.instructions if isinstance(item, Load)]
+    _need(len(loaded) == len(set(loaded)), f"rank {rank} loads two inputs into one buffer")
+    stored = Counter(item.output for item in program.instructions if isinstance(item, Store))
     for number, output in enumerate(plan.outputs):
         _need(stored[number] == 1, f"rank {rank} hands out {output.name} {stored[number]} times, not once")
 
@@ -289,7 +300,7 @@ def check_plan(plan: Plan) -> str | None:
             checker = _Instructions(plan, rank)
             for item in program.instructions:
                 checker.check(item)
-            _stores(plan, rank)
+            _ends(plan, rank)
         _collectives(plan)
     except _Broken as broken:
         return str(broken)

@@ -8,7 +8,7 @@ replay too, as far as the plan's flags let them.
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
 from itertools import accumulate
 
@@ -58,6 +58,8 @@ class World:
         self.width = len(self.streams)
         self.chains = len(self.ranks) * self.width
         self.report = Report()
+        self.early: dict[tuple[int, int], set[int]] = defaultdict(set)
+        """By plan and exchange: the ranks that may have waited before they signalled."""
         self.random = random.Random(seed)
         wanted = {f"rank {rank}": bytes_of_rank(plans, rank, self.chains) for rank in self.ranks}
         need_host("all ranks of the plan in one process", wanted)

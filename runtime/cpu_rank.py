@@ -74,7 +74,10 @@ class RankQueues:
         """Of this plan."""
         self.inputs: Inputs = ()
         self.outputs: dict[int, Tensor] | None = None
-        self.events: dict[int, Ints] = {}
+        self.events: dict[int, tuple[Ints, Ints]] = {}
+        """The clock at each event's record, and the rank's own."""
+        self.own: list[Ints] = []
+        """What each stream knows to be done of each, in this replay, by streams and events of the rank alone."""
         self.recorded: set[int] = set()
         """Events whose record has been issued."""
         self.made_on: dict[int, int] = {}
@@ -83,7 +86,9 @@ class RankQueues:
         self.exchange_parts: dict[int, int] = {}
         """How many instructions each exchange has here."""
         self.exchange_done: dict[int, list[tuple[int, int]]] = {}
-        """(chain, time) of those that are done in this replay."""
+        """(stream, own time) of those that are done in this replay."""
+        self.signals_done: dict[int, list[tuple[int, int]]] = {}
+        """Likewise, of its signals."""
         self.epochs: set[int] = set()
         """Slots of KERNEL handshakes, which are never reset."""
         self.arrived = False
@@ -109,7 +114,9 @@ class RankQueues:
         self.memory.forget_local()
         self.next = [0] * self.world.width
         self.events.clear()
+        self.own = [np.zeros(self.world.width, np.int32) for _ in range(self.world.width)]
         self.exchange_done.clear()
+        self.signals_done.clear()
         known = np.maximum.reduce([self.world.clocks[self.chain(stream)] for stream in range(self.world.width)])
         for stream in range(self.world.width):
             self.world.clocks[self.chain(stream)] = known.copy()
@@ -131,6 +138,7 @@ class RankQueues:
     def tick(self, stream: int, item: _Work) -> None:
         chain = self.chain(stream)
         self.world.clocks[chain][chain] += 1
+        self.own[stream][stream] += 1
         self.world.history[chain].append((item.number, item.what))
 
     def in_rendezvous(self, item: _Work) -> bool:
@@ -142,10 +150,8 @@ class RankQueues:
 
     def check_joined(self) -> None:
         """The replay is over: every stream must have been joined by the origin."""
-        origin = self.world.clocks[self.chain(0)]
         for stream in range(1, self.world.width):
-            chain = self.chain(stream)
-            if self.work[stream] and origin[chain] < self.world.clocks[chain][chain]:
+            if self.work[stream] and self.own[0][stream] < self.own[stream][stream]:
                 name = self.plan.streams[stream]
                 self.world.report.fault("not joined", f"stream {name} of rank {self.rank} is not joined at the end")
         self.world.over(self.rank)
@@ -293,6 +299,8 @@ class RankQueues:
                 self.world.signals[word] = clock.copy()
                 self.world.consumed[word] = False
             self.leave(signal.exchange, signal.stream)
+            done = (signal.stream, int(self.own[signal.stream][signal.stream]))
+            self.signals_done.setdefault(signal.exchange, []).append(done)
 
         self.exchange(signal.exchange)
         self._add(signal.stream, number, f"signal {self.exchange_name(signal.exchange)}", run)
@@ -308,6 +316,7 @@ class RankQueues:
 
         def run() -> None:
             self.enter(wait.exchange, wait.stream)
+            self.signalled(wait)
             for flag in wait.flags:
                 self.join(wait.stream, self.world.signals[self.rank, flag.slot])
                 self.world.consumed[self.rank, flag.slot] = True
@@ -379,7 +388,8 @@ class RankQueues:
         self.recorded.add(record.event)
 
         def run() -> None:
-            self.events[record.event] = self.world.clocks[self.chain(record.stream)].copy()
+            clock = self.world.clocks[self.chain(record.stream)]
+            self.events[record.event] = (clock.copy(), self.own[record.stream].copy())
 
         self._add(record.stream, number, f"record {record.event}", run)
 
@@ -389,7 +399,9 @@ class RankQueues:
             self.world.report.fault("event unrecorded", what)
 
         def run() -> None:
-            self.join(wait.stream, self.events[wait.event])
+            clock, own = self.events[wait.event]
+            self.join(wait.stream, clock)
+            np.maximum(self.own[wait.stream], own, out=self.own[wait.stream])
 
         self._add(wait.stream, number, f"wait for event {wait.event}", run, lambda: wait.event in self.events)
 
@@ -423,17 +435,31 @@ class RankQueues:
     def enter(self, exchange: int, stream: int) -> None:
         """The exchange before this one, in the order of issue, must be known to be over."""
         place = self.exchange_order.index(exchange)
-        if place == 0 or exchange in self.exchange_done:
+        if place == 0:
             return
         previous = self.exchange_order[place - 1]
-        done, clock = self.exchange_done.get(previous, []), self.world.clocks[self.chain(stream)]
-        if len(done) < self.exchange_parts[previous] or any(time > clock[chain] for chain, time in done):
+        done, own = self.exchange_done.get(previous, []), self.own[stream]
+        if len(done) < self.exchange_parts[previous] or any(time > own[other] for other, time in done):
             names = f"{self.exchange_name(previous)} and {self.exchange_name(exchange)}"
             self.world.report.fault("exchanges unordered", f"rank {self.rank} does not order {names}")
 
+    def signalled(self, wait: Wait) -> None:
+        """By its own order a rank has signalled before it waits; two that have not may wait for each other."""
+        parts = self.program.instructions
+        signals = [item for item in parts if isinstance(item, Signal) and item.exchange == wait.exchange]
+        done, own = self.signals_done.get(wait.exchange, []), self.own[wait.stream]
+        if len(done) == len(signals) and all(time <= own[stream] for stream, time in done):
+            return
+        waiting = self.world.early[self.version, wait.exchange]
+        waiting.add(self.rank)
+        if len(waiting) > 1:
+            names = ", ".join(map(str, sorted(waiting)))
+            self.world.report.fault(
+                "waits before signals", f"ranks {names} may wait for each other in {self.exchange_name(wait.exchange)}"
+            )
+
     def leave(self, exchange: int, stream: int) -> None:
-        chain = self.chain(stream)
-        self.exchange_done.setdefault(exchange, []).append((chain, int(self.world.clocks[chain][chain])))
+        self.exchange_done.setdefault(exchange, []).append((stream, int(self.own[stream][stream])))
 
     def exchange_name(self, exchange: int) -> str:
         return self.plan.exchanges[exchange].name

@@ -39,6 +39,10 @@ from stepgraph.runtime.session import Outputs, Session
 REPLAYS = 3
 SEEDS = 12
 """Interleavings that a mutant is run in before it passes for safe."""
+RULES = frozenset({"E404", "E406", "E407", "E410"})
+"""Codes that may refuse a plan in which nothing goes wrong on the cpu device: words that two handshakes share, one of
+which is of no use, a member whose word nobody needs, an event that is recorded again before anything new has happened,
+a copy that another exchange than its own covers."""
 MAX_TRIES = 50
 """At a mutant of one kind, before it is left out: a plan may have nothing to change in that way."""
 
@@ -326,8 +330,10 @@ class Verdict:
 
     @property
     def outcome(self) -> str:
+        if self.seen is None and self.codes:
+            return "by rule" if RULES.issuperset(self.codes) else "false alarm"
         if self.seen is None:
-            return "false alarm" if self.codes else "safe"
+            return "safe"
         return "killed" if self.codes else "missed"
 
 

@@ -247,7 +247,7 @@ def test_mutants_are_judged_alike(via: str) -> None:
     small = {"model__layers": "1", "model__hidden": "8", "model__head_dim": "2", "model__heads": "4", "shape__seq": "5"}
     plan = plan_of(2, mesh__ulysses="2", defaults__gather__via=via, **small)
     found = list(verdicts(plan, 3 * len(KINDS), seed=1))
-    assert {verdict.outcome for verdict in found} == {"killed", "safe"}
+    assert {verdict.outcome for verdict in found} - {"by rule"} == {"killed", "safe"}
     assert sum(verdict.outcome == "killed" for verdict in found) > 20
 
 

@@ -247,5 +247,5 @@ def test_mutants_are_judged_alike(mode: str) -> None:
     text = GUIDED.replace("layers: 2, hidden: 16, heads: 4, head_dim: 4", "layers: 1, hidden: 8, heads: 4, head_dim: 2")
     plan = plan_of(mode, 2, text.replace("float64", "float32").replace("batch: 2", "batch: 1"))
     found = list(verdicts(plan, 2 * len(KINDS), seed=1))
-    assert {verdict.outcome for verdict in found} <= {"killed", "safe"}
+    assert {verdict.outcome for verdict in found} <= {"killed", "safe", "by rule"}
     assert sum(verdict.outcome == "killed" for verdict in found) > 10

@@ -22,6 +22,8 @@ VARIANTS: dict[str, dict[str, str]] = {
 
 def plan_of(name: str, variant: str) -> Plan:
     more = dict(VARIANTS[variant])
+    if "qwen" in name:  # whose last block's text is not read
+        more["model__layers"] = "2"
     if "tp2" in name or "chunks" in name:  # in a group of one nothing waits; a rank has a head for each chunk
         more["mesh__ulysses"] = "2"
     return small_plan(name, **{**SIZES, **more})
@@ -29,7 +31,9 @@ def plan_of(name: str, variant: str) -> Plan:
 
 def agree(plan: Plan, count: int, seed: int) -> Counter[str]:
     found = list(verdicts(plan, count, seed))
-    wrong = [(v.outcome, v.mutant.what, v.codes, v.seen) for v in found if v.outcome not in ("killed", "safe")]
+    wrong = [
+        (v.outcome, v.mutant.what, v.codes, v.seen) for v in found if v.outcome not in ("killed", "safe", "by rule")
+    ]
     assert not wrong, "\n".join(map(str, wrong))
     return Counter(verdict.outcome for verdict in found)
 
@@ -40,6 +44,7 @@ def test_verifier_and_runs_agree(name: str, variant: str) -> None:
     outcomes = agree(plan_of(name, variant), 3 * len(KINDS), seed=1)
     assert outcomes["killed"] > 20
     assert outcomes["safe"] > 0
+    assert outcomes["by rule"] <= 3
 
 
 @pytest.mark.exhaustive
@@ -49,6 +54,7 @@ def test_verifier_and_runs_agree_on_many(name: str, variant: str) -> None:
     outcomes = agree(plan_of(name, variant), 100, seed=2)
     print(f"\n{name}, {variant}: {dict(outcomes)}")
     assert outcomes["killed"] > 40
+    assert outcomes["by rule"] <= 8
 
 
 def test_mutants_are_those_of_their_seed() -> None:
@@ -62,7 +68,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     small = "--set=model.layers=1,shape.seq=5,model.hidden=8,model.head_dim=2,model.ffn=8,mesh.ulysses=2"
     assert cli.run(["verify", "quickstart", "--mutate", "23", "--seed", "3", "--format", "json", small]) == 0
     data = json.loads(capsys.readouterr().out)["mutants"]
-    assert data["total"] == 23 == data["unsafe"] + sum(kind.get("safe", 0) for kind in data["by_kind"].values())
+    safe = sum(kind.get("safe", 0) for kind in data["by_kind"].values())
+    assert data["total"] == 23 == data["unsafe"] + safe + data["by_rule"]
     assert data["unsafe"] == data["killed"] > 5
     assert data["missed"] == data["false_alarms"] == 0
     assert cli.run(["verify", "quickstart", "--mutate", "5", small]) == 0

@@ -6,12 +6,10 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from stepgraph.runtime.mutate import RULES
+
 from support.random_plans import FAMILIES, Drawn, on_one_queue, opinions
 from support.states import search
-
-RULES = {"E404", "E406", "E407"}
-"""Codes that may refuse a plan in which nothing goes wrong: a word that is waited for twice, a member whose word nobody
-needs, an event that is recorded again before anything new has happened."""
 
 QUEUES = 3
 """Orders of a rank's streams, where one queue runs them."""

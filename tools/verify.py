@@ -201,6 +201,7 @@ def _data(verdicts: Sequence[Verdict]) -> dict[str, object]:
         "unsafe": counts["killed"] + counts["missed"],
         "killed": counts["killed"],
         "missed": counts["missed"],
+        "by_rule": counts["by rule"],
         "false_alarms": counts["false alarm"],
         "by_kind": {kind: dict(found) for kind, found in kinds.items()},
         "disagreements": [
@@ -214,13 +215,15 @@ def _data(verdicts: Sequence[Verdict]) -> dict[str, object]:
 def _table(verdicts: Sequence[Verdict]) -> None:
     from rich.table import Table
 
-    table = Table("change", "mutants", "killed", "safe", "missed", "false alarms", "codes", "seen by running")
+    table = Table(
+        "change", "mutants", "killed", "safe", "by rule", "missed", "false alarms", "codes", "seen by running"
+    )
     for kind in dict.fromkeys(verdict.mutant.kind for verdict in verdicts):
         mine = [verdict for verdict in verdicts if verdict.mutant.kind == kind]
         counts = Counter(verdict.outcome for verdict in mine)
         codes = Counter(code for verdict in mine for code in verdict.codes)
         seen = Counter(verdict.seen for verdict in mine if verdict.seen)
-        numbers = [counts[outcome] for outcome in ("killed", "safe", "missed", "false alarm")]
+        numbers = [counts[outcome] for outcome in ("killed", "safe", "by rule", "missed", "false alarm")]
         words = (" ".join(code for code, _ in codes.most_common(4)), ", ".join(word for word, _ in seen.most_common(3)))
         table.add_row(kind, str(len(mine)), *map(str, numbers), *words)
     console().print(table)

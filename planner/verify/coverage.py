@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 from stepgraph.planner.diagnostics import Diagnostic
@@ -59,8 +60,9 @@ def _not_once(plan: Plan, op: int, message: str, got: str) -> Diagnostic:
 
 
 def _unfilled(plan: Plan) -> Iterator[Diagnostic]:
-    sent: dict[tuple[int, int], dict[int, list[Region]]] = defaultdict(lambda: defaultdict(list))
-    """(op, target) -> what each rank is sent. Chunks of one op fill a target together."""
+    sent: dict[tuple[int, int], dict[int, set[tuple[int, Send]]]] = defaultdict(lambda: defaultdict(set))
+    """(op, target) -> what each rank is sent, and by whom: a copy done twice once. Chunks of one op fill a target
+    together."""
     first_chunk = _first_chunks(plan)
     handshake: dict[tuple[int, int], int] = {}
     rows: dict[int, dict[int, int]] = defaultdict(dict)
@@ -69,14 +71,14 @@ def _unfilled(plan: Plan) -> Iterator[Diagnostic]:
         for item in program.instructions:
             if isinstance(item, Send):
                 filled = first_chunk[item.op], item.target
-                sent[filled][item.peer].append(item.region)
+                sent[filled][item.peer].add((sender, replace(item, stream=0)))
                 handshake[filled] = plan.exchanges[item.exchange].op
                 rows[item.op][sender] = program.views[item.source].region.rows
     groups: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     for exchange in plan.exchanges:
         groups[exchange.op].add(plan.groups[exchange.group])
     area, states = cache(_area), plan.state_buffers
-    for (number, target), regions in sent.items():
+    for (number, target), copies in sent.items():
         members_of = ((rank, group) for group in groups[handshake[number, target]] for rank in group)
         for rank, group in sorted(members_of):
             buffer = plan.ranks[rank].buffers[target]
@@ -85,7 +87,17 @@ def _unfilled(plan: Plan) -> Iterator[Diagnostic]:
                 first = int(dict(plan.ops[number].options).get("at", "0"))
                 window = range(first, first + sum(rows[number].get(member, 0) for member in group))
             wanted = len(window) * buffer.cols
-            found = area(tuple(regions.get(rank, ())), window)
+            copied = tuple(copy.region for _, copy in sorted(copies.get(rank, ()), key=str))
+            found = area(copied, window)
+            if sum(_rows_in(region, window) * region.cols for region in copied) > found:
+                yield Diagnostic(
+                    "E306",
+                    f"{plan.ops[number].name} sends over what it has sent into {buffer.name} of rank {rank}",
+                    place_of_op(plan, number),
+                    "copies to places of their own",
+                    "two that meet",
+                    "send every part once",
+                )
             if found != wanted:
                 yield Diagnostic(
                     "E307",

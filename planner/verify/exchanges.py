@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import combinations, pairwise
 
 from stepgraph.planner.diagnostics import Diagnostic
@@ -11,15 +12,21 @@ from stepgraph.planner.plan import (
     Collective,
     ExchangeKind,
     Plan,
+    Protocol,
     Record,
     Reset,
+    Send,
     Signal,
     Wait,
     WaitEvent,
 )
 from stepgraph.planner.verify.counterexample import Unordered
-from stepgraph.planner.verify.findings import name, place
+from stepgraph.planner.verify.findings import name, place, place_of_op
+from stepgraph.planner.verify.local import LocalOrder
 from stepgraph.planner.verify.order import Order, Step
+
+Locals = Sequence[LocalOrder]
+"""By rank."""
 
 
 def events(plan: Plan, ranks: Iterable[int]) -> Iterator[Diagnostic]:
@@ -64,25 +71,48 @@ def events(plan: Plan, ranks: Iterable[int]) -> Iterator[Diagnostic]:
                 recorded[item.event] = item.stream
 
 
-def joins(order: Order, ranks: Iterable[int]) -> Iterator[Diagnostic]:
-    """Everything is done before the origin's last instruction, where a capture ends."""
-    plan = order.plans[0]
+def joins(plan: Plan, ranks: Iterable[int], local: Locals) -> Iterator[Diagnostic]:
+    """Everything is done before the origin's last instruction, where a capture ends, by events of the rank's own."""
     for rank in ranks:
         program = plan.ranks[rank]
         last = {item.stream: number for number, item in enumerate(program.instructions)}
-        if not last:
-            continue
-        end = Step(rank, 0, last[0]) if 0 in last else None
         for stream, number in last.items():
-            step = Step(rank, 0, number)
-            if end is None or not order.before(step, end):
+            if 0 not in last or not local[rank].before(number, last[0]):
+                step = Step(rank, 0, number)
                 yield Diagnostic(
                     "E409",
                     f"stream {plan.streams[stream]} of rank {rank} is not joined at the end",
                     place(plan, step),
                     f"{name(plan, step)} before the end of {plan.streams[0]}",
-                    "no order",
+                    "no order by events of this rank",
                     "let the origin wait for an event that is recorded after it",
+                )
+
+
+def covered(plan: Plan, local: Locals) -> Iterator[Diagnostic]:
+    """Every copy is closed by the exchange that it names: done before its rank signals there, to a member of the group.
+    Transports that copy at the wait deliver it there, and not before."""
+    for rank, program in enumerate(plan.ranks):
+        signals: dict[int, list[int]] = defaultdict(list)
+        for number, item in enumerate(program.instructions):
+            if isinstance(item, Signal):
+                signals[item.exchange].append(number)
+        for number, item in enumerate(program.instructions):
+            if not isinstance(item, Send):
+                continue
+            exchange = plan.exchanges[item.exchange]
+            group = plan.groups[exchange.group]
+            closes = all(local[rank].before(number, signal) for signal in signals[item.exchange])
+            known = exchange.kind is ExchangeKind.HANDSHAKE and rank in group and item.peer in group
+            if not known or not closes:
+                step = Step(rank, 0, number)
+                yield Diagnostic(
+                    "E410",
+                    f"{exchange.name} does not close a copy to rank {item.peer} that names it",
+                    place(plan, step),
+                    f"{name(plan, step)} before the signals of rank {rank}, in a handshake of both ranks",
+                    "no such order" if known else f"a {exchange.kind.value} of ranks {', '.join(map(str, group))}",
+                    "name the handshake that comes behind the copy",
                 )
 
 
@@ -118,9 +148,10 @@ def spans(plan: Plan) -> Iterator[Diagnostic]:
                 )
 
 
-def exchange_order(order: Order, ranks: Collection[int]) -> Iterator[Diagnostic | Unordered]:
-    """All exchanges of a rank are ordered one after another, and alike on all ranks: then they stay free of deadlock
-    when hardware queues run a rank's streams one after another."""
+def exchange_order(order: Order, ranks: Collection[int], local: Locals) -> Iterator[Diagnostic | Unordered]:
+    """All exchanges of a rank are ordered one after another, by streams and events of its own, and alike on all ranks;
+    and in none do ranks wait for each other before they signal: then they stay free of deadlock when hardware queues
+    run a rank's streams one after another."""
     plan = order.plans[0]
     sequences: list[list[int]] = []
     for rank, program in enumerate(plan.ranks):
@@ -131,19 +162,19 @@ def exchange_order(order: Order, ranks: Collection[int]) -> Iterator[Diagnostic 
         sequence = list(parts)
         sequences.append(sequence)
         for one, two in pairwise(sequence) if rank in ranks else ():
-            pairs = ((Step(rank, 0, first), Step(rank, 0, second)) for first in parts[one] for second in parts[two])
-            apart = next((pair for pair in pairs if not order.before(*pair)), None)
+            pairs = ((first, second) for first in parts[one] for second in parts[two])
+            apart = next((pair for pair in pairs if not local[rank].before(*pair)), None)
             if apart is not None:
-                first, second = apart
+                first, second = (Step(rank, 0, number) for number in apart)
                 found = Diagnostic(
                     "E402",
                     f"two exchanges of rank {rank} are not ordered",
                     place(plan, second),
                     f"{name(plan, first)} before {name(plan, second)}",
-                    "no order",
+                    "no order by streams and events of this rank",
                     "put them on one stream, or let the second wait for the first",
                 )
-                yield Unordered(found, first, second)
+                yield found if order.before(first, second) else Unordered(found, first, second)
     for rank, other in combinations(range(len(sequences)), 2):
         if rank in ranks or other in ranks:
             common = set(sequences[rank]) & set(sequences[other])
@@ -158,3 +189,53 @@ def exchange_order(order: Order, ranks: Collection[int]) -> Iterator[Diagnostic 
                     f"{plan.exchanges[theirs[at]].name} on rank {other}",
                     "issue exchanges in one order on all ranks",
                 )
+    yield from _waits_before_signals(plan, local)
+
+
+def _waits_before_signals(plan: Plan, local: Locals) -> Iterator[Diagnostic]:
+    """A rank's wait needs its peers' signals. Ranks whose signal may come behind their own wait can wait for each other
+    in a circle; and in a kernel handshake a wait counts the epoch that the signal writes."""
+    signals: dict[int, list[tuple[int, int, Signal]]] = defaultdict(list)
+    waits: dict[int, list[tuple[int, int, Wait]]] = defaultdict(list)
+    for rank, program in enumerate(plan.ranks):
+        for number, item in enumerate(program.instructions):
+            if isinstance(item, Signal):
+                signals[item.exchange].append((rank, number, item))
+            elif isinstance(item, Wait):
+                waits[item.exchange].append((rank, number, item))
+    for exchange, found in enumerate(plan.exchanges):
+        late: dict[int, set[int]] = defaultdict(set)
+        """By rank: the peers whom it may signal only when it has waited."""
+        for rank, number, signal in signals[exchange]:
+            mine = [wait for other, wait, _ in waits[exchange] if other == rank]
+            if not all(local[rank].before(number, wait) for wait in mine):
+                late[rank].update(flag.peer for flag in signal.flags)
+        kernel = found.protocol is Protocol.KERNEL
+        for rank in plan.groups[found.group] if kernel else ():
+            counts = [sum(other == rank for other, *_ in of[exchange]) for of in (signals, waits)]
+            if rank in late or max(counts) > 1:
+                yield Diagnostic(
+                    "E404",
+                    f"rank {rank} does not signal once and then wait once in {found.name}",
+                    place_of_op(plan, found.op),
+                    "one signal, and one wait behind it",
+                    f"{counts[0]} signals, {counts[1]} waits" + (", in another order, or none" if rank in late else ""),
+                    "a kernel handshake counts its epoch when it waits",
+                )
+        needs = {
+            rank: {flag.peer for other, _, wait in waits[exchange] if other == rank for flag in wait.flags}
+            for rank in late
+        }
+        circle = {rank: {peer for peer in peers if rank in late.get(peer, ())} for rank, peers in needs.items()}
+        try:
+            TopologicalSorter(circle).prepare()
+        except CycleError as error:
+            members = ", ".join(map(str, sorted(set(error.args[1]))))
+            yield Diagnostic(
+                "E402",
+                f"ranks {members} may wait for each other in {found.name} before they signal",
+                place_of_op(plan, found.op),
+                "a signal before the wait of its rank, by streams and events of the rank",
+                "no such order",
+                "signal first, or let the stream that waits wait for an event behind the signal",
+            )

@@ -29,6 +29,7 @@ CODES = {
     "E407": "an event is not recorded once and then waited for",
     "E408": "a stream works before it has entered the capture",
     "E409": "a stream is not joined at the end",
+    "E410": "a copy is not closed by the exchange that it names",
 }
 
 

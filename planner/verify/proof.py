@@ -18,6 +18,7 @@ from stepgraph.planner.verify.counterexample import Counterexample, Unordered, c
 from stepgraph.planner.verify.coverage import coverage
 from stepgraph.planner.verify.drops import drops
 from stepgraph.planner.verify.findings import first_of_each, name, place
+from stepgraph.planner.verify.local import local_order
 from stepgraph.planner.verify.order import Order, order_of
 from stepgraph.planner.verify.races import races
 from stepgraph.planner.verify.symmetry import reduction_of
@@ -91,10 +92,12 @@ def prove(plan: Plan) -> Proof:
 def examine(plan: Plan) -> tuple[Proof, Order]:
     """The proof, and the order that it has found."""
     order, reduction = order_of([plan] * REPLAYS), reduction_of(plan)
+    local = [local_order(program, len(plan.streams)) for program in plan.ranks]
     ranks = sorted(reduction.ranks)
     found: list[Diagnostic | Unordered] = [
         *exchanges.events(plan, ranks),
         *exchanges.spans(plan),
+        *exchanges.covered(plan, local),
         *coverage(plan),
         *drops(plan, ranks),
     ]
@@ -111,7 +114,11 @@ def examine(plan: Plan) -> tuple[Proof, Order]:
             )
         )
         return _proof(order, ranks, found, 0), order
-    found += [*exchanges.joins(order, ranks), *words(order, ranks), *exchanges.exchange_order(order, ranks)]
+    found += [
+        *exchanges.joins(plan, ranks, local),
+        *words(order, ranks),
+        *exchanges.exchange_order(order, ranks, local),
+    ]
     raced, compared = races(order, reduction)
     return _proof(order, ranks, [*found, *raced], compared), order
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from stepgraph.planner.diagnostics import Diagnostic
-from stepgraph.planner.plan import Collective, Drop, Instruction, Load, Plan, Region, Run, Send, Store
+from stepgraph.planner.plan import Collective, Drop, Instruction, Load, Plan, Region, Run, Send, Store, Wait
 from stepgraph.planner.verify.cells import Cells, Place, cells_of
 from stepgraph.planner.verify.counterexample import Unordered
 from stepgraph.planner.verify.findings import MAX_FINDINGS, name_in, op_of, place
@@ -83,6 +83,15 @@ _Touches = list[list[list[tuple[Place, tuple[int, ...], bool, _Makers]]]]
 """Of a plan, by rank and instruction: where, the cells of it, whether it writes, and the makers of what it reads."""
 
 
+def _waits(plan: Plan) -> dict[tuple[int, int], list[int]]:
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, program in enumerate(plan.ranks):
+        for number, item in enumerate(program.instructions):
+            if isinstance(item, Wait):
+                found[rank, item.exchange].append(number)
+    return found
+
+
 def _fills(plan: Plan, touches: _Touches) -> dict[int, set[int]]:
     found: dict[int, set[int]] = defaultdict(set)
     states = plan.state_buffers
@@ -117,6 +126,8 @@ class _Walk:
         ]
         self.fills = [_fills(plan, of) for plan, of in zip(plans, self.touches, strict=True)]
         """By plan, for every cell of a state: the ops that write it."""
+        self.waits = [_waits(plan) for plan in plans]
+        """By plan: where each rank waits in each exchange."""
         self.written: dict[int, _Access] = {}
         """Of each cell."""
         self.reads: dict[int, dict[int, _Access]] = defaultdict(dict)
@@ -182,6 +193,8 @@ class _Walk:
             return
         if last is not None and access.makers is not None and last.step.replay == access.step.replay:
             self.meant(last, access, access.makers)
+        if last is not None and last.step.replay == access.step.replay:
+            self.delivered(last, access)
         for other in others:
             late = self.written.get(other)
             if late is None or (state is not None and self.state(late) == state):
@@ -214,6 +227,23 @@ class _Walk:
             f"what {name_in(self.order, last.step)} has left there",
             "carry out the ops of a rank in the order in which they need one another, each once",
         )
+
+    def delivered(self, last: _Access, access: _Access) -> None:
+        """What was sent is read behind the exchange that its copy names: some transports bring it no sooner."""
+        item, (rank, replay) = self.order.item(last.step), (access.step.rank, access.step.replay)
+        if not isinstance(item, Send):
+            return
+        waits = (Step(rank, replay, number) for number in self.waits[self.which[replay]].get((rank, item.exchange), ()))
+        early = next((wait for wait in waits if not self.order.before(wait, access.step)), None)
+        if early is not None:
+            self.note(
+                "E410",
+                access,
+                f"{self.buffer(access)} is read before the exchange that closes its copy",
+                f"{name_in(self.order, early)} before {name_in(self.order, access.step)}",
+                "no such order",
+                "read it behind that exchange, or let the copy name the one that the reader waits for",
+            )
 
     def unread(self, cell: int, last: _Access, access: _Access) -> None:
         """What was sent is read before something else is sent to the same place."""
