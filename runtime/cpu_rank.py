@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -89,6 +90,8 @@ class RankQueues:
         """(stream, own time) of those that are done in this replay."""
         self.signals_done: dict[int, list[tuple[int, int]]] = {}
         """Likewise, of its signals."""
+        self.counted: Counter[int] = Counter()
+        """By exchange: the epoch of a KERNEL handshake, which its waits count."""
         self.epochs: set[int] = set()
         """Slots of KERNEL handshakes, which are never reset."""
         self.arrived = False
@@ -295,7 +298,7 @@ class RankQueues:
                     self.world.report.fault("lost signal", f"rank {self.rank} signals {word}, which is still set")
                 elif time > clock[chain]:
                     self.world.report.fault("flag reused", f"rank {self.rank} signals {word} and can't know its reset")
-                flags[flag.slot] = self.replay + 1 if kernel else 1
+                flags[flag.slot] = self.counted[signal.exchange] + 1 if kernel else 1
                 self.world.signals[word] = clock.copy()
                 self.world.consumed[word] = False
             self.leave(signal.exchange, signal.stream)
@@ -311,8 +314,8 @@ class RankQueues:
             self.epochs.update(flag.slot for flag in wait.flags)
 
         def ready() -> bool:
-            flags = self.memory.flags
-            return all(flags[f.slot] >= self.replay + 1 if kernel else flags[f.slot] == 1 for f in wait.flags)
+            flags, epoch = self.memory.flags, self.counted[wait.exchange] + 1
+            return all(flags[f.slot] >= epoch if kernel else flags[f.slot] == 1 for f in wait.flags)
 
         def run() -> None:
             self.enter(wait.exchange, wait.stream)
@@ -320,6 +323,7 @@ class RankQueues:
             for flag in wait.flags:
                 self.join(wait.stream, self.world.signals[self.rank, flag.slot])
                 self.world.consumed[self.rank, flag.slot] = True
+            self.counted[wait.exchange] += 1
             self.leave(wait.exchange, wait.stream)
             self.movements.over(wait.exchange, self.rank, self.replay)
 

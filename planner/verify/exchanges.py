@@ -90,19 +90,20 @@ def joins(plan: Plan, ranks: Iterable[int], local: Locals) -> Iterator[Diagnosti
 
 
 def covered(plan: Plan, local: Locals) -> Iterator[Diagnostic]:
-    """Every copy is closed by the exchange that it names: done before its rank signals there, to a member of the group.
-    Transports that copy at the wait deliver it there, and not before."""
+    """Every copy is closed by the exchange that it names: done before its rank signals there, to a member of the group,
+    or before its rank waits there, to itself. Transports that copy at the wait deliver it there, and not before."""
     for rank, program in enumerate(plan.ranks):
-        signals: dict[int, list[int]] = defaultdict(list)
+        parts: dict[tuple[type, int], list[int]] = defaultdict(list)
         for number, item in enumerate(program.instructions):
-            if isinstance(item, Signal):
-                signals[item.exchange].append(number)
+            if isinstance(item, Signal | Wait):
+                parts[type(item), item.exchange].append(number)
         for number, item in enumerate(program.instructions):
             if not isinstance(item, Send):
                 continue
             exchange = plan.exchanges[item.exchange]
             group = plan.groups[exchange.group]
-            closes = all(local[rank].before(number, signal) for signal in signals[item.exchange])
+            closing = parts[Wait if item.peer == rank else Signal, item.exchange]
+            closes = all(local[rank].before(number, part) for part in closing)
             known = exchange.kind is ExchangeKind.HANDSHAKE and rank in group and item.peer in group
             if not known or not closes:
                 step = Step(rank, 0, number)
@@ -110,7 +111,8 @@ def covered(plan: Plan, local: Locals) -> Iterator[Diagnostic]:
                     "E410",
                     f"{exchange.name} does not close a copy to rank {item.peer} that names it",
                     place(plan, step),
-                    f"{name(plan, step)} before the signals of rank {rank}, in a handshake of both ranks",
+                    f"{name(plan, step)} before the {'wait' if item.peer == rank else 'signal'} of rank {rank}, in a "
+                    "handshake of both ranks",
                     "no such order" if known else f"a {exchange.kind.value} of ranks {', '.join(map(str, group))}",
                     "name the handshake that comes behind the copy",
                 )
