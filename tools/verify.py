@@ -76,7 +76,7 @@ def command(
         options = _write(counterexample, _of_one(plan, proof))
         to_see = pasteable("run", file, options, edited, variant, bucket, settings)
     verdicts = _judged(plan, mutate, seed) if mutate and proof.ok else []
-    agree = all(verdict.outcome in ("killed", "safe") for verdict in verdicts)
+    agree = not any(verdict.outcome in ("missed", "false alarm") for verdict in verdicts)
     if style == "json":
         emit_json(
             {
@@ -233,4 +233,7 @@ def _table(verdicts: Sequence[Verdict]) -> None:
                        f"running shows {verdict.seen or 'nothing'}", err=True)  # fmt: skip
     counts = Counter(verdict.outcome for verdict in verdicts)
     unsafe = counts["killed"] + counts["missed"]
-    click.echo(f"{counts['killed']} of {unsafe} unsafe mutants killed, {counts['false alarm']} false alarms")
+    click.echo(
+        f"{counts['killed']} of {unsafe} unsafe mutants killed, {counts['false alarm']} false alarms, "
+        f"{counts['by rule']} refused by rule"
+    )

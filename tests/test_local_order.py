@@ -1,0 +1,169 @@
+"""What must hold by a rank's own streams and events, whatever other ranks do, and what closes a copy: changed plans get
+their code. Orders that lead over another rank are none for a capture, or for hardware queues."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from test_dataflow import Items, changed, codes, seen
+
+from stepgraph.planner.plan import (
+    Collective,
+    Exchange,
+    Flag,
+    Load,
+    Plan,
+    Protocol,
+    Record,
+    Reset,
+    Send,
+    Signal,
+    Wait,
+    WaitEvent,
+)
+from stepgraph.planner.plan_check import check_plan
+from stepgraph.runtime.mutate import with_program
+
+from support.sizes import small_plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return small_plan("quickstart", mesh__ulysses="2", model__layers="2", shape__seq="5")
+
+
+def last(items: Items, kind: type, stream: int | None = None, before: int | None = None) -> int:
+    numbers = [n for n, i in enumerate(items[:before]) if isinstance(i, kind) and stream in (None, i.stream)]
+    return numbers[-1]
+
+
+def early_wait(items: Items) -> Items:
+    """The last exchange is awaited on the origin, in front of the sends and the signal on the other stream."""
+    at = last(items, Wait)
+    wait, reset = items[at : at + 2]
+    assert isinstance(reset, Reset)
+    assert wait.stream == 1
+    entering = last(items, WaitEvent, stream=1, before=at)
+    moved = [replace(wait, stream=0), replace(reset, stream=0)]
+    return [*items[:entering], *moved, *items[entering:at], *items[at + 2 :]]
+
+
+def test_ranks_that_may_wait_before_they_signal(plan: Plan) -> None:
+    """One rank may: its peer signals first. Two may not, where a queue runs the origin's stream first."""
+    assert "E402" not in codes(changed(plan, early_wait))
+    both = changed(plan, early_wait, range(2))
+    assert codes(both) == {"E402", "E410"}
+    assert "waits before signals" in seen(both, plan)
+
+
+def test_a_kernel_handshake_counts_its_epoch_when_it_waits() -> None:
+    plan = small_plan("quickstart", mesh__ulysses="2", model__layers="2", shape__seq="5", defaults__handshake="kernel")
+
+    def split(items: Items) -> Items:
+        at = last(items, Wait)
+        entering = last(items, WaitEvent, stream=1, before=at)
+        return [*items[:entering], replace(items[at], stream=0), *items[entering:at], *items[at + 1 :]]
+
+    assert "E404" in codes(changed(plan, split))
+    assert seen(changed(plan, split), plan) != {None}
+
+    def twice(items: Items) -> Items:
+        at = last(items, Signal)
+        signal = items[at]
+        assert isinstance(signal, Signal)
+        return [*items[:at], replace(signal, flags=()), *items[at:]]
+
+    assert codes(changed(plan, twice)) == {"E404"}
+
+
+def unjoined(plan: Plan) -> Plan:
+    """Rank 0's last signal is on a stream that no event joins: only its peer's next signal tells that it is done."""
+    exchange, page = len(plan.exchanges), plan.flag_slots
+    wide = replace(
+        plan,
+        exchanges=(
+            *plan.exchanges,
+            Exchange(plan.exchanges[-1].kind, 0, "another", plan.exchanges[-1].op, Protocol.MEMOP),
+        ),
+        flag_slots=page + 2,
+    )
+    for rank in range(2):
+        items = [*wide.ranks[rank].instructions]
+        at = last(items, Wait)
+        wait, reset, record = items[at : at + 3]
+        assert isinstance(record, Record)
+        joined = next(n for n, i in enumerate(items) if isinstance(i, WaitEvent) and i.event == record.event)
+        flag, own = Flag(1 - rank, page + rank), Flag(1 - rank, page + 1 - rank)
+        tell, hear = Signal(0, exchange, (flag,)), [Wait(0, exchange, (own,)), Reset(0, exchange, (own,))]
+        if rank == 0:
+            moved = [replace(wait, stream=0), replace(reset, stream=0)]
+            items = [*items[:at], *moved, hear[0], tell, hear[1], *items[joined + 1 :]]
+        else:
+            items = [*items[: joined + 1], tell, *hear, *items[joined + 1 :]]
+        wide = with_program(wide, rank, items)
+    assert check_plan(wide) is None
+    return wide
+
+
+def test_a_stream_that_only_a_peer_joins(plan: Plan) -> None:
+    assert {"E402", "E409"} <= codes(unjoined(plan))
+    assert seen(unjoined(plan), plan) <= {"not joined", "exchanges unordered"}
+
+
+def to_exchange(by: int) -> Callable[[Items], Items]:
+    """The copies that one handshake closes name the one before it, or behind it."""
+
+    def change(items: Items) -> Items:
+        first = min(i.exchange for i in items if isinstance(i, Send))
+        return [
+            replace(i, exchange=i.exchange + by) if isinstance(i, Send) and i.exchange == first + max(0, -by) else i
+            for i in items
+        ]
+
+    return change
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_copies_that_name_another_exchange(plan: Plan, by: int) -> None:
+    """Stream memory operations bring them all the same; the process group would bring them at the exchange named."""
+    assert codes(changed(plan, to_exchange(by), range(2))) <= {"E406", "E410"}
+    assert "E410" in codes(changed(plan, to_exchange(by), range(2)))
+
+
+def test_an_op_that_sends_over_its_own_copy(plan: Plan) -> None:
+    def dup(items: Items) -> Items:
+        at = next(n for n, i in enumerate(items) if isinstance(i, Send) and i.peer == 0)
+        send = items[at]
+        assert isinstance(send, Send)
+        shifted = replace(send.source_region, col=send.source_region.col + 4)
+        return [*items[: at + 1], replace(send, source_region=shifted), *items[at + 1 :]]
+
+    over = changed(plan, dup)
+    assert codes(over) == {"E306"}
+    assert None not in seen(over, plan)
+    again = changed(plan, lambda items: [j for i in items for j in ([i, i] if isinstance(i, Send) else [i])])
+    assert codes(again) == set()
+    assert seen(again, plan) == {None}
+
+
+def test_sums_have_one_part_a_member() -> None:
+    plan = small_plan("minimax_h3_tp2_u2", defaults__all_reduce__via="nccl")
+    items = plan.ranks[1].instructions
+    at = next(n for n, i in enumerate(items) if isinstance(i, Collective) and i.reduce)
+    item = items[at]
+    assert isinstance(item, Collective)
+
+    def told(changed: Collective) -> str:
+        return str(check_plan(with_program(plan, 1, [*items[:at], changed, *items[at + 1 :]])))
+
+    name = plan.exchanges[item.exchange].name
+    assert told(replace(item, reduce=False)) == f"whether {name} adds up"
+    assert told(replace(item, incoming=item.incoming[:1])) == f"the parts of the sum {name}"
+    assert "belongs to another op" in told(replace(item, op=item.op - 1))
+
+
+def test_two_inputs_in_one_buffer(plan: Plan) -> None:
+    items = [*plan.ranks[0].instructions]
+    loads = [i for i in items if isinstance(i, Load)]
+    twice = [loads[0], *items]
+    assert "rank 0 loads two inputs into one buffer" in str(check_plan(with_program(plan, 0, twice)))
