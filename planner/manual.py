@@ -240,7 +240,7 @@ CODES: dict[str, Entry] = {
     "E404": Entry(
         "a flag that does not match",
         "A flag word has one writer, one wait and one reset in a replay, in the owner's order wait, reset; a kernel "
-        "handshake has no reset, and each rank signals once and then waits once in it.",
+        "handshake has no reset. Each rank waits once in a handshake, and in one by a kernel signals once before.",
         "Give every handshake of a step words of its own.",
     ),
     "E405": Entry(

@@ -15,6 +15,7 @@ from stepgraph.runtime.mutate import meant_by, seen_by_running, with_program
 from support.sizes import small_plan
 
 Items = list[Instruction]
+HEAD = "in: x, out: q, shape: [batch, seq, heads, head_dim]}\n  - norm_rope: {in: q, rope: rope}"
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +188,16 @@ def test_rows_of_a_state_that_are_sent_twice_and_never() -> None:
     assert seen(found, plan) != {None}
 
 
+def test_a_rank_that_sends_nothing_into_a_state() -> None:
+    """Its rows are those of the last step, or of none; a rank without rows has none to send."""
+    plan = plan_of(CACHE)
+    into = {number for number, op in enumerate(plan.ops) if op.kind == "send" and "vcache" in op.outputs}
+    quiet = changed(plan, lambda items: [i for i in items if not (isinstance(i, Send) and i.op in into)])
+    assert codes(quiet) == {"E307"}
+    assert seen(quiet, plan) != {None}
+    assert codes(plan_of(CACHE, shape__seq="3")) == set()
+
+
 def test_a_part_of_an_exchange_on_a_third_stream(plan: Plan) -> None:
     """The wait and the reset of the second exchange wait for nothing of the first: a queue that runs this stream first
     waits for ever."""
@@ -204,7 +215,28 @@ def test_a_part_of_an_exchange_on_a_third_stream(plan: Plan) -> None:
         return [*items[: first + 1], *fork, *items[first + 1 : at], *found, *done, *items[at + 2 :]]
 
     third = changed(streams, moved, range(2))
-    assert codes(third) == {"E402"}
+    assert codes(third) == {"E402", "E410"}
+
+
+def test_an_output_that_is_changed_after_it_was_handed_out() -> None:
+    """A step of one rank, whose output is the tensor itself."""
+    text = (
+        RESIDUAL.replace("ulysses: 4", "ulysses: 1")
+        .replace("  - all_gather: noise\n", "")
+        .replace("  - shard: x\n", "")
+    )
+    text = text.replace("outputs: [noise]", "outputs: [q]").replace("in: x, out: noise, shape: [batch, seq, 6]}", HEAD)
+    text = text.replace("  latents: {", "  rope: {shape: [seq, head_dim]}\n  latents: {").replace(
+        "placement: sequence", "placement: replicated"
+    )
+    plan = plan_of(text)
+    assert codes(plan) == set()
+    items = plan.ranks[0].instructions
+    at, out = stage(plan, "norm_rope", 0), next(n for n, i in enumerate(items) if isinstance(i, Store))
+    early = changed(plan, lambda items: [*items[:at], items[out], *items[at:out], *items[out + 1 :]], (0,))
+    assert codes(early) == {"E306", "E307"}
+    found, *_ = [one for one in prove(early).findings if one.code == "E306"]
+    assert "changed after it was handed out" in found.message
 
 
 def test_a_rank_that_does_not_hand_out_an_output(plan: Plan) -> None:

@@ -167,3 +167,60 @@ def test_two_inputs_in_one_buffer(plan: Plan) -> None:
     loads = [i for i in items if isinstance(i, Load)]
     twice = [loads[0], *items]
     assert "rank 0 loads two inputs into one buffer" in str(check_plan(with_program(plan, 0, twice)))
+
+
+def test_copies_behind_the_wait_of_their_exchange(plan: Plan) -> None:
+    """One rank waits first and then sends and signals: stream memory operations bring all; the process group takes
+    along what is there at the wait."""
+
+    def late(items: Items) -> Items:
+        at, wait = last(items, Signal), last(items, Wait)
+        signal = items[at]
+        assert isinstance(signal, Signal)
+        moved = [i for i in items if isinstance(i, Send) and i.exchange == signal.exchange and i.peer == 0] + [signal]
+        rest = [i for i in items[: wait + 2] if i not in moved]
+        return [*rest, *moved, *items[wait + 2 :]]
+
+    assert codes(changed(plan, late)) == {"E410"}
+
+
+def test_a_rank_waits_once_in_a_handshake() -> None:
+    plan = small_plan("quickstart", mesh__ulysses="3", model__layers="1", shape__seq="6")
+
+    def split(items: Items) -> Items:
+        at = last(items, Wait)
+        wait = items[at]
+        assert isinstance(wait, Wait)
+        assert len(wait.flags) == 2
+        parts = [replace(wait, flags=(flag,)) for flag in wait.flags]
+        return [*items[:at], *parts, *items[at + 1 :]]
+
+    assert codes(changed(plan, split)) == {"E404"}
+
+
+def with_collective(plan: Plan, change: Callable[[Collective], Collective], reduce: bool) -> Plan:
+    """The first collective of every rank is another one."""
+    for rank, program in enumerate(plan.ranks):
+        items = program.instructions
+        at = next(n for n, i in enumerate(items) if isinstance(i, Collective) and i.reduce is reduce)
+        item = items[at]
+        assert isinstance(item, Collective)
+        plan = with_program(plan, rank, [*items[:at], change(item), *items[at + 1 :]])
+    assert check_plan(plan) is None
+    return plan
+
+
+def test_parts_of_a_collective_that_meet() -> None:
+    plan = small_plan("nccl_baseline_u4", mesh__ulysses="2", model__layers="1", model__heads="4", shape__seq="6")
+    twice = with_collective(
+        plan, lambda c: replace(c, outgoing=c.outgoing + c.outgoing[:2], incoming=c.incoming + c.incoming[:2]), False
+    )
+    assert "E306" in codes(twice)
+
+
+def test_a_sum_in_place() -> None:
+    """The tensor that it ends in is allocated by it, and would be gone as what it reads."""
+    plan = small_plan("minimax_h3_tp2_u2", mesh__ulysses="1", defaults__all_reduce__via="nccl")
+    in_place = with_collective(plan, lambda c: replace(c, incoming=c.outgoing), True)
+    assert "E304" in codes(in_place)
+    assert None not in seen(in_place, plan)

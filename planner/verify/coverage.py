@@ -27,9 +27,11 @@ def _first_chunks(plan: Plan) -> list[int]:
 
 def coverage(plan: Plan) -> Iterator[Diagnostic]:
     """E308 for an op that nobody carries out, or a rank does twice, or does not where it leaves a state; and E307 for a
-    target that an op's sends fill in part: of a state, from the op's row `at` on, as many rows as are sent."""
+    target that an op's sends fill in part: of a state, from the op's row `at` on, as many rows as are sent; and E306
+    where parts meet."""
     yield from _undone(plan)
     yield from _unfilled(plan)
+    yield from _overlapping(plan)
 
 
 def _undone(plan: Plan) -> Iterator[Diagnostic]:
@@ -78,6 +80,7 @@ def _unfilled(plan: Plan) -> Iterator[Diagnostic]:
     for exchange in plan.exchanges:
         groups[exchange.op].add(plan.groups[exchange.group])
     area, states = cache(_area), plan.state_buffers
+    made = _makes_something(plan)
     for (number, target), copies in sent.items():
         members_of = ((rank, group) for group in groups[handshake[number, target]] for rank in group)
         for rank, group in sorted(members_of):
@@ -86,6 +89,16 @@ def _unfilled(plan: Plan) -> Iterator[Diagnostic]:
             if target in states:
                 first = int(dict(plan.ops[number].options).get("at", "0"))
                 window = range(first, first + sum(rows[number].get(member, 0) for member in group))
+                makers = {maker for operand in plan.ops[number].inputs for maker in operand.made_by}
+                if rank in group and rank not in rows[number] and any((rank, maker) in made for maker in makers):
+                    yield Diagnostic(
+                        "E307",
+                        f"rank {rank} sends nothing of {plan.ops[number].label}",
+                        place_of_op(plan, number),
+                        f"its share of the rows of {buffer.name}",
+                        "no copy",
+                        "every member of a group with a share sends to every other, and to itself",
+                    )
             wanted = len(window) * buffer.cols
             copied = tuple(copy.region for _, copy in sorted(copies.get(rank, ()), key=str))
             found = area(copied, window)
@@ -107,6 +120,41 @@ def _unfilled(plan: Plan) -> Iterator[Diagnostic]:
                     f"{found}",
                     "every member of a group with a share sends to every other, and to itself",
                 )
+
+
+def _overlapping(plan: Plan) -> Iterator[Diagnostic]:
+    """What members of a collective give a rank, if it is no sum, comes to places of their own."""
+    area = cache(_area)
+    for rank, program in enumerate(plan.ranks):
+        for item in program.instructions:
+            if not isinstance(item, Collective) or item.reduce:
+                continue
+            into: dict[int, list[Region]] = defaultdict(list)
+            for part in item.incoming:
+                into[program.views[part.view].buffer].append(part.region)
+            for number, regions in into.items():
+                buffer = program.buffers[number]
+                if sum(region.rows * region.cols for region in regions) > area(tuple(regions), range(buffer.rows)):
+                    yield Diagnostic(
+                        "E306",
+                        f"two parts of {plan.ops[item.op].label} meet in {buffer.name} of rank {rank}",
+                        place_of_op(plan, item.op),
+                        "parts that come to places of their own",
+                        "two that meet",
+                        "lay every part down beside the others",
+                    )
+
+
+def _makes_something(plan: Plan) -> set[tuple[int, int]]:
+    """(rank, op) of stages and loads that make any element."""
+    found: set[tuple[int, int]] = set()
+    for rank, program in enumerate(plan.ranks):
+        for item in program.instructions:
+            made = item.outputs if isinstance(item, Run) else (item.view,) if isinstance(item, Load) else ()
+            if any(program.views[view].region.rows * program.views[view].region.cols for view in made):
+                assert isinstance(item, Run | Load)
+                found.add((rank, item.op))
+    return found
 
 
 def _area(regions: Sequence[Region], window: range) -> int:

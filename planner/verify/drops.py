@@ -41,7 +41,7 @@ def drops(plan: Plan, ranks: Iterable[int]) -> Iterator[Diagnostic]:
     for a drop of what is not there, or on another stream than its own: the bytes go to the next allocation on the
     stream on which they were allocated, whatever the drop has waited for. A tensor without elements may be gone too
     early like any other."""
-    states = plan.state_buffers
+    states, targets = plan.state_buffers, set(range(len(plan.targets)))
     for rank in ranks:
         program = plan.ranks[rank]
         owner: dict[int, int] = {}
@@ -61,8 +61,8 @@ def drops(plan: Plan, ranks: Iterable[int]) -> Iterator[Diagnostic]:
                         "after it, in the order of issue",
                         "drop it after its last use",
                     )
-                if isinstance(item, Run | Load):
-                    for buffer in sorted((set(made) & owner.keys()) - states):
+                if isinstance(item, Run | Load | Collective):
+                    for buffer in sorted((set(made) & owner.keys()) - states - targets):
                         yield Diagnostic(
                             "E304",
                             f"{program.buffers[buffer].name} of rank {rank} is made twice",

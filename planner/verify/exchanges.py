@@ -90,8 +90,8 @@ def joins(plan: Plan, ranks: Iterable[int], local: Locals) -> Iterator[Diagnosti
 
 
 def covered(plan: Plan, local: Locals) -> Iterator[Diagnostic]:
-    """Every copy is closed by the exchange that it names: done before its rank signals there, to a member of the group,
-    or before its rank waits there, to itself. Transports that copy at the wait deliver it there, and not before."""
+    """Every copy is closed by the exchange that it names: to a member of the group, done before its rank waits there
+    and, but for a copy to itself, before it signals. Some transports take it along at that wait, and not before."""
     for rank, program in enumerate(plan.ranks):
         parts: dict[tuple[type, int], list[int]] = defaultdict(list)
         for number, item in enumerate(program.instructions):
@@ -102,7 +102,7 @@ def covered(plan: Plan, local: Locals) -> Iterator[Diagnostic]:
                 continue
             exchange = plan.exchanges[item.exchange]
             group = plan.groups[exchange.group]
-            closing = parts[Wait if item.peer == rank else Signal, item.exchange]
+            closing = parts[Wait, item.exchange] + (parts[Signal, item.exchange] if item.peer != rank else [])
             closes = all(local[rank].before(number, part) for part in closing)
             known = exchange.kind is ExchangeKind.HANDSHAKE and rank in group and item.peer in group
             if not known or not closes:
@@ -111,8 +111,8 @@ def covered(plan: Plan, local: Locals) -> Iterator[Diagnostic]:
                     "E410",
                     f"{exchange.name} does not close a copy to rank {item.peer} that names it",
                     place(plan, step),
-                    f"{name(plan, step)} before the {'wait' if item.peer == rank else 'signal'} of rank {rank}, in a "
-                    "handshake of both ranks",
+                    f"{name(plan, step)} before the {'wait' if item.peer == rank else 'signal and the wait'} of rank "
+                    f"{rank}, in a handshake of both ranks",
                     "no such order" if known else f"a {exchange.kind.value} of ranks {', '.join(map(str, group))}",
                     "name the handshake that comes behind the copy",
                 )
@@ -196,7 +196,8 @@ def exchange_order(order: Order, ranks: Collection[int], local: Locals) -> Itera
 
 def _waits_before_signals(plan: Plan, local: Locals) -> Iterator[Diagnostic]:
     """A rank's wait needs its peers' signals. Ranks whose signal may come behind their own wait can wait for each other
-    in a circle; and in a kernel handshake a wait counts the epoch that the signal writes."""
+    in a circle. A rank waits once, where some transports copy; and in a kernel handshake it signals once before, for
+    the wait counts the epoch."""
     signals: dict[int, list[tuple[int, int, Signal]]] = defaultdict(list)
     waits: dict[int, list[tuple[int, int, Wait]]] = defaultdict(list)
     for rank, program in enumerate(plan.ranks):
@@ -213,16 +214,16 @@ def _waits_before_signals(plan: Plan, local: Locals) -> Iterator[Diagnostic]:
             if not all(local[rank].before(number, wait) for wait in mine):
                 late[rank].update(flag.peer for flag in signal.flags)
         kernel = found.protocol is Protocol.KERNEL
-        for rank in plan.groups[found.group] if kernel else ():
+        for rank in plan.groups[found.group]:
             counts = [sum(other == rank for other, *_ in of[exchange]) for of in (signals, waits)]
-            if rank in late or max(counts) > 1:
+            if counts[1] > 1 or (kernel and (rank in late or counts[0] > 1)):
                 yield Diagnostic(
                     "E404",
                     f"rank {rank} does not signal once and then wait once in {found.name}",
                     place_of_op(plan, found.op),
                     "one signal, and one wait behind it",
                     f"{counts[0]} signals, {counts[1]} waits" + (", in another order, or none" if rank in late else ""),
-                    "a kernel handshake counts its epoch when it waits",
+                    "a kernel handshake counts its epoch, and some transports copy, where a rank waits",
                 )
         needs = {
             rank: {flag.peer for other, _, wait in waits[exchange] if other == rank for flag in wait.flags}

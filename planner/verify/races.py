@@ -132,6 +132,8 @@ class _Walk:
         """Of each cell."""
         self.reads: dict[int, dict[int, _Access]] = defaultdict(dict)
         """Of each cell since its last write, by chain."""
+        self.stored: dict[int, _Access] = {}
+        """Of each cell, where it was handed out last."""
         self.found: list[Diagnostic | Unordered] = []
         self.counts: Counter[tuple[str, int, int]] = Counter()
         self.total = 0
@@ -166,7 +168,12 @@ class _Walk:
             if ordered:
                 self.fresh(cell, last, access, others)
             self.reads[cell][chain] = access
+            if isinstance(self.order.item(access.step), Store):
+                self.stored[cell] = access
             return
+        stored = self.stored.get(cell)
+        if stored is not None and stored.step.replay == access.step.replay:
+            self.handed_out(stored, access)
         for near_cell in (cell, *others):
             for reader, read in self.reads[near_cell].items():
                 if reader != chain and clock[reader] < read.position:
@@ -226,6 +233,19 @@ class _Walk:
             f"{name_in(self.order, access.step)} reads what is made by {wanted}",
             f"what {name_in(self.order, last.step)} has left there",
             "carry out the ops of a rank in the order in which they need one another, each once",
+        )
+
+    def handed_out(self, store: _Access, access: _Access) -> None:
+        """The caller reads an output when the replay is over."""
+        if isinstance(self.order.item(access.step), Drop):
+            return
+        self.note(
+            "E306",
+            access,
+            f"{self.buffer(store)} is an output, and changed after it was handed out",
+            f"{name_in(self.order, access.step)} before {name_in(self.order, store.step)}",
+            "behind it",
+            "hand the output out when it is done",
         )
 
     def delivered(self, last: _Access, access: _Access) -> None:
