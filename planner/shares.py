@@ -34,8 +34,8 @@ def head_shares(heads: int, kv_heads: int, parts: int) -> tuple[tuple[Range, Ran
 
 
 def most_chunks(heads: int, kv_heads: int) -> int:
-    """Into how many chunks ``head_shares`` can cut heads, each with a head of q at least."""
-    return max(n for n in range(1, heads + 1) if kv_heads >= n or heads // kv_heads >= -(-n // kv_heads))
+    """Into how many chunks ``head_shares`` can cut heads, each with a head of q at least; none of no heads."""
+    return max((n for n in range(1, heads + 1) if kv_heads >= n or heads // kv_heads >= -(-n // kv_heads)), default=0)
 
 
 @dataclass(frozen=True)

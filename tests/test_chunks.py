@@ -296,3 +296,8 @@ def test_a_state_is_not_cut() -> None:
     )
     text = text.replace("- send: v\n", "- send: {in: v, into: cache}\n").replace("[q, k, v]", "[q, k, cache]")
     assert "a state is not cut into chunks" in refusal(text)
+
+
+def test_fewer_heads_than_ranks_are_told() -> None:
+    with pytest.raises(ScheduleError, match="E205: heads are fewer than ranks"):
+        plan_of(2, model__heads="3", mesh__ulysses="4")

@@ -198,6 +198,37 @@ def test_a_rank_that_sends_nothing_into_a_state() -> None:
     assert codes(plan_of(CACHE, shape__seq="3")) == set()
 
 
+def test_ranks_that_send_some_of_their_rows_into_a_state() -> None:
+    """All of them their first row, so that as many rows come as are sent."""
+    plan = plan_of(CACHE, shape__seq="8")
+    into = {number for number, op in enumerate(plan.ops) if op.kind == "send" and "vcache" in op.outputs}
+
+    def first_row(items: Items) -> Items:
+        def narrowed(send: Send) -> Send:
+            laid = send.region
+            into_half = Region(7 + (laid.row - 7) // 2, 1, laid.col, laid.cols)
+            return replace(send, source_region=replace(send.source_region, rows=1), region=into_half)
+
+        return [narrowed(i) if isinstance(i, Send) and i.op in into else i for i in items]
+
+    assert "E307" in codes(changed(plan, first_row, range(4)))
+    views = [
+        tuple(
+            replace(v, region=replace(v.region, rows=1), shape=(2, 1, *v.shape[2:]))
+            if n in sources(plan, r, into)
+            else v
+            for n, v in enumerate(program.views)
+        )
+        for r, program in enumerate(plan.ranks)
+    ]
+    narrow = replace(plan, ranks=tuple(replace(p, views=v) for p, v in zip(plan.ranks, views, strict=True)))
+    assert "E307" in codes(changed(narrow, first_row, range(4)))
+
+
+def sources(plan: Plan, rank: int, ops: set[int]) -> set[int]:
+    return {item.source for item in plan.ranks[rank].instructions if isinstance(item, Send) and item.op in ops}
+
+
 def test_a_part_of_an_exchange_on_a_third_stream(plan: Plan) -> None:
     """The wait and the reset of the second exchange wait for nothing of the first: a queue that runs this stream first
     waits for ever."""

@@ -68,19 +68,24 @@ def _unfilled(plan: Plan) -> Iterator[Diagnostic]:
     first_chunk = _first_chunks(plan)
     handshake: dict[tuple[int, int], int] = {}
     rows: dict[int, dict[int, int]] = defaultdict(dict)
-    """Op -> rows that each rank sends."""
+    """Op -> rows that each rank has to send."""
+    made = _rows_made(plan)
+    makers = [{maker for operand in op.inputs for maker in operand.made_by} for op in plan.ops]
     for sender, program in enumerate(plan.ranks):
         for item in program.instructions:
             if isinstance(item, Send):
                 filled = first_chunk[item.op], item.target
                 sent[filled][item.peer].add((sender, replace(item, stream=0)))
                 handshake[filled] = plan.exchanges[item.exchange].op
-                rows[item.op][sender] = program.views[item.source].region.rows
+                view = program.views[item.source]
+                whole = [
+                    made[sender, maker].get(view.buffer, 0) for maker in makers[item.op] if (sender, maker) in made
+                ]
+                rows[item.op][sender] = max([view.region.rows, *whole])
     groups: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     for exchange in plan.exchanges:
         groups[exchange.op].add(plan.groups[exchange.group])
     area, states = cache(_area), plan.state_buffers
-    made = _makes_something(plan)
     for (number, target), copies in sent.items():
         members_of = ((rank, group) for group in groups[handshake[number, target]] for rank in group)
         for rank, group in sorted(members_of):
@@ -89,8 +94,7 @@ def _unfilled(plan: Plan) -> Iterator[Diagnostic]:
             if target in states:
                 first = int(dict(plan.ops[number].options).get("at", "0"))
                 window = range(first, first + sum(rows[number].get(member, 0) for member in group))
-                makers = {maker for operand in plan.ops[number].inputs for maker in operand.made_by}
-                if rank in group and rank not in rows[number] and any((rank, maker) in made for maker in makers):
+                if rank not in rows[number] and any((rank, maker) in made for maker in makers[number]):
                     yield Diagnostic(
                         "E307",
                         f"rank {rank} sends nothing of {plan.ops[number].label}",
@@ -145,15 +149,17 @@ def _overlapping(plan: Plan) -> Iterator[Diagnostic]:
                     )
 
 
-def _makes_something(plan: Plan) -> set[tuple[int, int]]:
-    """(rank, op) of stages and loads that make any element."""
-    found: set[tuple[int, int]] = set()
+def _rows_made(plan: Plan) -> dict[tuple[int, int], dict[int, int]]:
+    """(rank, op) -> for each buffer that its stage or load writes with any element, how many rows."""
+    found: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for rank, program in enumerate(plan.ranks):
         for item in program.instructions:
-            made = item.outputs if isinstance(item, Run) else (item.view,) if isinstance(item, Load) else ()
-            if any(program.views[view].region.rows * program.views[view].region.cols for view in made):
-                assert isinstance(item, Run | Load)
-                found.add((rank, item.op))
+            if not isinstance(item, Run | Load):
+                continue
+            for view in item.outputs if isinstance(item, Run) else (item.view,):
+                buffer, region = program.views[view].buffer, program.views[view].region
+                if region.rows and region.cols:
+                    found[rank, item.op][buffer] = max(region.rows, found[rank, item.op].get(buffer, 0))
     return found
 
 

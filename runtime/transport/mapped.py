@@ -73,7 +73,7 @@ class MappedChannel:
             self.flush()
             self.pending = (signal.exchange, signal.flags, ())
         elif protocol is Protocol.MEMOP:
-            self.batch += [Memop(False, self.flag(flag.peer, flag.slot), 1) for flag in signal.flags]
+            self._gather([Memop(False, self.flag(flag.peer, flag.slot), 1) for flag in signal.flags])
         else:
             self._copy_flags([self.flag(flag.peer, flag.slot) for flag in signal.flags])
 
@@ -91,12 +91,12 @@ class MappedChannel:
         if self.answers and protocol is Protocol.COPY:
             self._copy_flags(own)
         elif self.answers:
-            self.batch += [Memop(False, address, 1) for address in own]
-        self.batch += [Memop(True, address, 1) for address in own]
+            self._gather([Memop(False, address, 1) for address in own])
+        self._gather([Memop(True, address, 1) for address in own])
 
     def reset(self, reset: Reset) -> None:
         self._on(reset.stream)
-        self.batch += [Memop(False, self.flag(self.rank, flag.slot), 0) for flag in reset.flags]
+        self._gather([Memop(False, self.flag(self.rank, flag.slot), 0) for flag in reset.flags])
 
     def flush(self) -> None:
         if self.batch:
@@ -113,6 +113,12 @@ class MappedChannel:
         if stream != self.stream:
             self.flush()
             self.stream = stream
+
+    def _gather(self, memops: Sequence[Memop]) -> None:
+        """Behind an epoch handshake that is held back."""
+        if self.pending is not None:
+            self.flush()
+        self.batch += memops
 
     def _copy_flags(self, addresses: Sequence[int]) -> None:
         self.flush()
