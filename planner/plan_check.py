@@ -11,6 +11,7 @@ from stepgraph.planner.plan import (
     Buffer,
     Collective,
     Drop,
+    ExchangeKind,
     Instruction,
     Load,
     Plan,
@@ -83,6 +84,8 @@ def _tables(plan: Plan) -> None:
     for exchange in plan.exchanges:
         _index(exchange.group, len(plan.groups), "group")
         _index(exchange.op, len(plan.ops), "op")
+        fits = (exchange.kind is ExchangeKind.HANDSHAKE) == (exchange.protocol is not None)
+        _need(fits, f"the protocol of {exchange.name}")
     for op in plan.ops:
         for operand in op.inputs:
             for maker in operand.made_by:
@@ -244,6 +247,9 @@ class _Instructions:
                 _inside(item.region, rows, cols, "the share of an input")
                 _need(view.buffer >= len(plan.targets), "an input is loaded into a target")
                 _need(view.buffer not in self.states, "an input is loaded into a state")
+                _need(
+                    view.region == Region(0, buffer.rows, 0, buffer.cols), "an input is loaded into a part of a buffer"
+                )
                 alike = (item.region.rows, item.region.cols) == (view.region.rows, view.region.cols)
                 _need(alike, "an input and its view differ in shape")
             case Store():

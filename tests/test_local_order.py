@@ -224,3 +224,36 @@ def test_a_sum_in_place() -> None:
     in_place = with_collective(plan, lambda c: replace(c, incoming=c.outgoing), True)
     assert "E304" in codes(in_place)
     assert None not in seen(in_place, plan)
+
+
+def test_copies_of_one_op_that_name_exchanges_of_several() -> None:
+    """A copy to itself is closed by a handshake of a rank alone; the other rank, which is brought nothing, is told."""
+    plan = small_plan("quickstart", mesh__ulysses="2", model__layers="2", shape__seq="5")
+    alone = replace(plan, groups=(*plan.groups, (1,)))
+    closing = replace(alone.exchanges[-1], group=len(plan.groups))
+    alone = replace(alone, exchanges=(*alone.exchanges, closing))
+
+    def split(items: Items) -> Items:
+        first = next(i for i in items if isinstance(i, Send))
+        return [
+            replace(i, exchange=len(plan.exchanges)) if isinstance(i, Send) and i.op == first.op and i.peer == 1 else i
+            for i in items
+            if not (isinstance(i, Send) and i.op == first.op and i.peer == 0)
+        ]
+
+    assert {"E307", "E410"} <= codes(changed(alone, split))
+
+
+def test_a_handshake_has_a_protocol(plan: Plan) -> None:
+    without = replace(plan, exchanges=(replace(plan.exchanges[0], protocol=None), *plan.exchanges[1:]))
+    assert "the protocol of" in str(check_plan(without))
+
+
+def test_parts_of_a_collective_in_another_order() -> None:
+    plan = small_plan("nccl_baseline_u4", mesh__ulysses="2", model__layers="1", model__heads="4", shape__seq="6")
+
+    def by_peer(item: Collective) -> Collective:
+        parts = (sorted(parts, key=lambda part: part.peer) for parts in (item.outgoing, item.incoming))
+        return replace(item, **dict(zip(("outgoing", "incoming"), map(tuple, parts), strict=True)))
+
+    assert codes(with_collective(plan, by_peer, False)) == set()

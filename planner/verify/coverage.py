@@ -66,7 +66,11 @@ def _unfilled(plan: Plan) -> Iterator[Diagnostic]:
     """(op, target) -> what each rank is sent, and by whom: a copy done twice once. Chunks of one op fill a target
     together."""
     first_chunk = _first_chunks(plan)
-    handshake: dict[tuple[int, int], int] = {}
+    closing: dict[tuple[int, int], set[int]] = defaultdict(set)
+    """Likewise: the ops whose exchanges its copies name."""
+    named: dict[int, int] = {}
+    """By op: the op whose exchanges its copies name, which is one."""
+    parted: set[int] = set()
     rows: dict[int, dict[int, int]] = defaultdict(dict)
     """Op -> rows that each rank has to send."""
     made = _rows_made(plan)
@@ -76,7 +80,9 @@ def _unfilled(plan: Plan) -> Iterator[Diagnostic]:
             if isinstance(item, Send):
                 filled = first_chunk[item.op], item.target
                 sent[filled][item.peer].add((sender, replace(item, stream=0)))
-                handshake[filled] = plan.exchanges[item.exchange].op
+                closing[filled].add(plan.exchanges[item.exchange].op)
+                if named.setdefault(item.op, plan.exchanges[item.exchange].op) != plan.exchanges[item.exchange].op:
+                    parted.add(item.op)
                 view = program.views[item.source]
                 whole = [
                     made[sender, maker].get(view.buffer, 0) for maker in makers[item.op] if (sender, maker) in made
@@ -85,10 +91,19 @@ def _unfilled(plan: Plan) -> Iterator[Diagnostic]:
     groups: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     for exchange in plan.exchanges:
         groups[exchange.op].add(plan.groups[exchange.group])
+    for number in sorted(parted):
+        yield Diagnostic(
+            "E410",
+            f"copies of {plan.ops[number].label} name exchanges of several ops",
+            place_of_op(plan, number),
+            "one handshake of each group",
+            "several",
+            "let all copies of an op name the exchange that comes behind them",
+        )
     area, states = cache(_area), plan.state_buffers
     for (number, target), copies in sent.items():
-        members_of = ((rank, group) for group in groups[handshake[number, target]] for rank in group)
-        for rank, group in sorted(members_of):
+        spanned = {members for op in closing[number, target] for members in groups[op]}
+        for rank, group in sorted((rank, members) for members in spanned for rank in members):
             buffer = plan.ranks[rank].buffers[target]
             window = range(buffer.rows)
             if target in states:

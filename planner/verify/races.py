@@ -54,9 +54,9 @@ def _makers(plan: Plan, item: Instruction) -> list[_Makers]:
     """Of what an instruction reads, in the order of ``accesses``; nothing where the plan does not say."""
     op = op_of(plan, item)
     named: list[_Makers] = [] if op is None else [operand.made_by for operand in plan.ops[op].inputs]
-    if isinstance(item, Collective) and named:  # as many parts of each tensor, one tensor after the other
-        count = len(item.outgoing)
-        return [named[part * len(named) // count] for part in range(count)]
+    if isinstance(item, Collective) and named:  # its tensors are the views, in the order of first mention
+        tensors = list(dict.fromkeys(part.view for part in item.outgoing))
+        return [named[min(tensors.index(part.view), len(named) - 1)] for part in item.outgoing]
     return named if isinstance(item, Run | Send | Store | Collective) else []
 
 
