@@ -86,6 +86,8 @@ class RankQueues:
         self.exchange_order: list[int] = []
         self.exchange_parts: dict[int, int] = {}
         """How many instructions each exchange has here."""
+        self.signal_parts: Counter[int] = Counter()
+        """How many of those are signals."""
         self.exchange_done: dict[int, list[tuple[int, int]]] = {}
         """(stream, own time) of those that are done in this replay."""
         self.signals_done: dict[int, list[tuple[int, int]]] = {}
@@ -306,6 +308,7 @@ class RankQueues:
             self.signals_done.setdefault(signal.exchange, []).append(done)
 
         self.exchange(signal.exchange)
+        self.signal_parts[signal.exchange] += 1
         self._add(signal.stream, number, f"signal {self.exchange_name(signal.exchange)}", run)
 
     def wait(self, number: int, wait: Wait) -> None:
@@ -449,10 +452,8 @@ class RankQueues:
 
     def signalled(self, wait: Wait) -> None:
         """By its own order a rank has signalled before it waits; two that have not may wait for each other."""
-        parts = self.program.instructions
-        signals = [item for item in parts if isinstance(item, Signal) and item.exchange == wait.exchange]
         done, own = self.signals_done.get(wait.exchange, []), self.own[wait.stream]
-        if len(done) == len(signals) and all(time <= own[stream] for stream, time in done):
+        if len(done) == self.signal_parts[wait.exchange] and all(time <= own[stream] for stream, time in done):
             return
         waiting = self.world.early[self.version, wait.exchange]
         waiting.add(self.rank)
