@@ -208,8 +208,6 @@ class _Instructions:
         match item:
             case Run():
                 _index(item.op, len(plan.ops), "op")
-                named = len(plan.ops[item.op].inputs)
-                _need(named in (0, len(item.inputs)), "a stage reads more or less than its op names")
                 for number in (*item.inputs, *item.outputs):
                     self.view(number)
                 _need(bool(item.outputs), "a stage without outputs")

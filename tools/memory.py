@@ -49,12 +49,9 @@ def uses(plan: Plan, rank: int) -> list[Use]:
         for item in sender.instructions:
             if isinstance(item, Send) and item.peer == rank:
                 touched[item.target][item.op] = True
-    stores = {op.name: number for number, op in enumerate(plan.ops) if op.kind == "store"}
     for item in program.instructions:
         if isinstance(item, Store) and program.views[item.view].buffer < len(plan.targets):
-            touched[program.views[item.view].buffer][stores.get(plan.outputs[item.output].name, len(plan.ops) - 1)] = (
-                False
-            )
+            touched[program.views[item.view].buffer][item.op] = False
         views: tuple[int, ...] = ()
         if isinstance(item, Run):
             views = item.inputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations, pairwise
 
@@ -27,6 +27,21 @@ from stepgraph.planner.verify.order import Order, Step
 
 Locals = Sequence[LocalOrder]
 """By rank."""
+Part = Signal | Wait | Reset | Collective
+Parts = Sequence[Mapping[int, Sequence[tuple[int, Part]]]]
+"""By rank and exchange, in the order of issue: the instructions that are part of it, with their numbers."""
+
+
+def parts_in(plan: Plan) -> Parts:
+    """The parts of all ranks in all exchanges."""
+    found: list[dict[int, list[tuple[int, Part]]]] = []
+    for program in plan.ranks:
+        mine: dict[int, list[tuple[int, Part]]] = {}
+        for number, item in enumerate(program.instructions):
+            if isinstance(item, Part):
+                mine.setdefault(item.exchange, []).append((number, item))
+        found.append(mine)
+    return found
 
 
 def events(plan: Plan, ranks: Iterable[int]) -> Iterator[Diagnostic]:
@@ -89,21 +104,18 @@ def joins(plan: Plan, ranks: Iterable[int], local: Locals) -> Iterator[Diagnosti
                 )
 
 
-def covered(plan: Plan, local: Locals) -> Iterator[Diagnostic]:
+def covered(plan: Plan, parts: Parts, local: Locals) -> Iterator[Diagnostic]:
     """Every copy is closed by the exchange that it names: to a member of the group, done before its rank waits there
     and, but for a copy to itself, before it signals. Some transports take it along at that wait, and not before."""
     for rank, program in enumerate(plan.ranks):
-        parts: dict[tuple[type, int], list[int]] = defaultdict(list)
-        for number, item in enumerate(program.instructions):
-            if isinstance(item, Signal | Wait):
-                parts[type(item), item.exchange].append(number)
         for number, item in enumerate(program.instructions):
             if not isinstance(item, Send):
                 continue
             exchange = plan.exchanges[item.exchange]
             group = plan.groups[exchange.group]
-            closing = parts[Wait, item.exchange] + (parts[Signal, item.exchange] if item.peer != rank else [])
-            closes = all(local[rank].before(number, part) for part in closing)
+            ends = Wait if item.peer == rank else Signal | Wait
+            closing = (end for end, part in parts[rank].get(item.exchange, ()) if isinstance(part, ends))
+            closes = all(local[rank].before(number, end) for end in closing)
             known = exchange.kind is ExchangeKind.HANDSHAKE and rank in group and item.peer in group
             if not known or not closes:
                 step = Step(rank, 0, number)
@@ -118,17 +130,12 @@ def covered(plan: Plan, local: Locals) -> Iterator[Diagnostic]:
                 )
 
 
-def spans(plan: Plan) -> Iterator[Diagnostic]:
+def spans(plan: Plan, parts: Parts) -> Iterator[Diagnostic]:
     """Every member of a group takes part in its exchanges once, towards every other member."""
-    parts: dict[int, dict[int, list[Signal | Wait | Reset | Collective]]] = defaultdict(lambda: defaultdict(list))
-    for rank, program in enumerate(plan.ranks):
-        for item in program.instructions:
-            if isinstance(item, Signal | Wait | Reset | Collective):
-                parts[item.exchange][rank].append(item)
     for number, exchange in enumerate(plan.exchanges):
         group = plan.groups[exchange.group]
-        for rank in sorted({*group, *parts[number]}):
-            items = parts[number][rank]
+        for rank in sorted({*group, *(rank for rank, mine in enumerate(parts) if number in mine)}):
+            items = [item for _, item in parts[rank].get(number, ())]
             others = sorted(member for member in group if member != rank)
             if exchange.kind is ExchangeKind.COLLECTIVE:
                 fine = rank in group and [type(item) for item in items] == [Collective]
@@ -150,21 +157,17 @@ def spans(plan: Plan) -> Iterator[Diagnostic]:
                 )
 
 
-def exchange_order(order: Order, ranks: Collection[int], local: Locals) -> Iterator[Diagnostic | Unordered]:
+def exchange_order(
+    order: Order, ranks: Collection[int], parts: Parts, local: Locals
+) -> Iterator[Diagnostic | Unordered]:
     """All exchanges of a rank are ordered one after another, by streams and events of its own, and alike on all ranks;
     and in none do ranks wait for each other before they signal: then they stay free of deadlock when hardware queues
     run a rank's streams one after another."""
     plan = order.plans[0]
-    sequences: list[list[int]] = []
-    for rank, program in enumerate(plan.ranks):
-        parts: dict[int, list[int]] = {}
-        for number, item in enumerate(program.instructions):
-            if isinstance(item, Signal | Wait | Reset | Collective):
-                parts.setdefault(item.exchange, []).append(number)
-        sequence = list(parts)
-        sequences.append(sequence)
-        for one, two in pairwise(sequence) if rank in ranks else ():
-            pairs = ((first, second) for first in parts[one] for second in parts[two])
+    sequences = [list(mine) for mine in parts]
+    for rank in sorted(ranks):
+        for one, two in pairwise(sequences[rank]):
+            pairs = ((first, second) for first, _ in parts[rank][one] for second, _ in parts[rank][two])
             apart = next((pair for pair in pairs if not local[rank].before(*pair)), None)
             if apart is not None:
                 first, second = (Step(rank, 0, number) for number in apart)
@@ -191,45 +194,38 @@ def exchange_order(order: Order, ranks: Collection[int], local: Locals) -> Itera
                     f"{plan.exchanges[theirs[at]].name} on rank {other}",
                     "issue exchanges in one order on all ranks",
                 )
-    yield from _waits_before_signals(plan, local)
+    yield from _waits_before_signals(plan, parts, local)
 
 
-def _waits_before_signals(plan: Plan, local: Locals) -> Iterator[Diagnostic]:
+def _waits_before_signals(plan: Plan, parts: Parts, local: Locals) -> Iterator[Diagnostic]:
     """A rank's wait needs its peers' signals. Ranks whose signal may come behind their own wait can wait for each other
     in a circle. A rank waits once, where some transports copy; and in a kernel handshake it signals once before, for
     the wait counts the epoch."""
-    signals: dict[int, list[tuple[int, int, Signal]]] = defaultdict(list)
-    waits: dict[int, list[tuple[int, int, Wait]]] = defaultdict(list)
-    for rank, program in enumerate(plan.ranks):
-        for number, item in enumerate(program.instructions):
-            if isinstance(item, Signal):
-                signals[item.exchange].append((rank, number, item))
-            elif isinstance(item, Wait):
-                waits[item.exchange].append((rank, number, item))
     for exchange, found in enumerate(plan.exchanges):
         late: dict[int, set[int]] = defaultdict(set)
         """By rank: the peers whom it may signal only when it has waited."""
-        for rank, number, signal in signals[exchange]:
-            mine = [wait for other, wait, _ in waits[exchange] if other == rank]
-            if not all(local[rank].before(number, wait) for wait in mine):
-                late[rank].update(flag.peer for flag in signal.flags)
-        kernel = found.protocol is Protocol.KERNEL
-        for rank in plan.groups[found.group]:
-            counts = [sum(other == rank for other, *_ in of[exchange]) for of in (signals, waits)]
-            if counts[1] > 1 or (kernel and (rank in late or counts[0] > 1)):
+        needs: dict[int, set[int]] = {}
+        """By rank: the peers whom it waits for."""
+        for rank, mine in enumerate(parts):
+            items = mine.get(exchange, ())
+            signals = [(number, item) for number, item in items if isinstance(item, Signal)]
+            waits = [(number, item) for number, item in items if isinstance(item, Wait)]
+            for number, signal in signals:
+                if not all(local[rank].before(number, wait) for wait, _ in waits):
+                    late[rank].update(flag.peer for flag in signal.flags)
+            needs[rank] = {flag.peer for _, wait in waits for flag in wait.flags}
+            early = found.protocol is Protocol.KERNEL and (rank in late or len(signals) > 1)
+            if rank in plan.groups[found.group] and (early or len(waits) > 1):
                 yield Diagnostic(
                     "E404",
                     f"rank {rank} does not signal once and then wait once in {found.name}",
                     place_of_op(plan, found.op),
                     "one signal, and one wait behind it",
-                    f"{counts[0]} signals, {counts[1]} waits" + (", in another order, or none" if rank in late else ""),
+                    f"{len(signals)} signals, {len(waits)} waits"
+                    + (", in another order, or none" if rank in late else ""),
                     "a kernel handshake counts its epoch, and some transports copy, where a rank waits",
                 )
-        needs = {
-            rank: {flag.peer for other, _, wait in waits[exchange] if other == rank for flag in wait.flags}
-            for rank in late
-        }
-        circle = {rank: {peer for peer in peers if rank in late.get(peer, ())} for rank, peers in needs.items()}
+        circle = {rank: {peer for peer in needs[rank] if rank in late.get(peer, ())} for rank in late}
         try:
             TopologicalSorter(circle).prepare()
         except CycleError as error:

@@ -92,12 +92,12 @@ def prove(plan: Plan) -> Proof:
 def examine(plan: Plan) -> tuple[Proof, Order]:
     """The proof, and the order that it has found."""
     order, reduction = order_of([plan] * REPLAYS), reduction_of(plan)
-    local = [local_order(program, len(plan.streams)) for program in plan.ranks]
+    parts, local = exchanges.parts_in(plan), [local_order(program, len(plan.streams)) for program in plan.ranks]
     ranks = sorted(reduction.ranks)
     found: list[Diagnostic | Unordered] = [
         *exchanges.events(plan, ranks),
-        *exchanges.spans(plan),
-        *exchanges.covered(plan, local),
+        *exchanges.spans(plan, parts),
+        *exchanges.covered(plan, parts, local),
         *coverage(plan),
         *drops(plan, ranks),
     ]
@@ -117,7 +117,7 @@ def examine(plan: Plan) -> tuple[Proof, Order]:
     found += [
         *exchanges.joins(plan, ranks, local),
         *words(order, ranks),
-        *exchanges.exchange_order(order, ranks, local),
+        *exchanges.exchange_order(order, ranks, parts, local),
     ]
     raced, compared = races(order, reduction)
     return _proof(order, ranks, [*found, *raced], compared), order
