@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -66,6 +67,20 @@ def _no_symmetric_allocation() -> Iterator[None]:
             setattr(symmetric, name, original)
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Freeing or unmapping memory is not allowed under capture, and the destructor of a mapping ends the process when
+    it fails: what nobody holds any more is collected before, and not within."""
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def capture(device: CudaRank, stages: Mapping[int, Stage]) -> Capture:
     """Capture one replay. Everything that allocates outside of the graph's pool, or loads a kernel, has happened.
 
@@ -92,6 +107,7 @@ def capture(device: CudaRank, stages: Mapping[int, Stage]) -> Capture:
     try:
         with (
             _no_symmetric_allocation(),
+            _no_garbage_collection(),
             torch.cuda.graph(graph, stream=device.streams[0], capture_error_mode="thread_local"),
         ):
             device.capturing = True

@@ -459,7 +459,7 @@ def eager_on_one(plan: Plan, rank: int) -> str:
 def test_ranks_that_run_in_other_ways_are_told() -> None:
     for told in on_ranks(2, partial(eager_on_one, plan_of_two())):
         assert "E607: ranks disagree on versions and mode" in told
-        assert "eager True on rank 1" in told
+        assert "eager True, graph bytes None on rank 1" in told
 
 
 # 37: weights that moved

@@ -1,5 +1,6 @@
 """What fails on GPUs when stages, transports or single ranks fail: it is told on all ranks, and nobody hangs."""
 
+import gc
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -124,6 +125,35 @@ def read_late(plan: Plan, rank: int) -> tuple[bool, bool]:
 def test_outputs_in_targets_are_safe_from_peers_that_are_ahead() -> None:
     plan = compile_schedule(read_schedule(LATE, "late.yaml"))
     assert on_ranks(2, partial(read_late, plan)) == [(True, True)] * 2
+
+
+# Memory that nobody holds any more
+
+
+def captured_beside_garbage(plan: Plan, rank: int) -> bool:
+    """While a stage is captured, symmetric memory becomes garbage of a cycle, and enough is made to have it collected:
+    freeing it within the capture would end the process."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    kept = [symmetric.empty(1 << 20, device="cuda")]
+
+    def leaves_garbage(made: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if torch.cuda.is_current_stream_capturing() and kept:
+            ring: list[object] = [kept.pop()]
+            ring.append(ring)
+            del ring
+            assert [[number] for number in range(10_000)]
+        return made
+
+    with Session(plan, device="cuda") as session:
+        want = session.capture()(**on_gpu(plan, 0))
+    with Session(plan, device="cuda", stages=Changed("mlp", 1, leaves_garbage)) as session:
+        step = session.capture()
+        return not kept and torch.equal(step(**on_gpu(plan, 0)), want) and gc.isenabled()
+
+
+def test_garbage_is_not_collected_while_a_step_is_captured() -> None:
+    assert on_ranks(2, partial(captured_beside_garbage, plan_of_two())) == [True, True]
 
 
 # Modes of autograd
@@ -252,7 +282,7 @@ def other_seeds(plan: Plan, rank: int) -> str:
 def test_ranks_with_other_seeds_are_told() -> None:
     for told in on_ranks(2, partial(other_seeds, plan_of_two())):
         assert "E607: ranks disagree on versions and mode" in told
-        assert "seed 1, eager False on rank 1" in told
+        assert "seed 1, eager False, graph bytes None on rank 1" in told
 
 
 def groups_left(plan: Plan, rank: int) -> int:
