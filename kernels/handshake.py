@@ -13,6 +13,8 @@ from stepgraph.kernels.cuda_call import checked
 
 CAN_FLUSH_REMOTE_WRITES = 98
 """CUdevice_attribute: waits may ask for remote writes to be flushed first."""
+MOST_MEMOPS = 255
+"""Of one batch, as CUDA's driver API says of cuStreamBatchMemOp."""
 LANES = 128
 """Of an epoch handshake: one for each word to write or to wait for. As many as a group of 65 ranks needs."""
 

@@ -51,13 +51,18 @@ def node_count(stream: torch.cuda.Stream) -> int:
 
 @contextmanager
 def _no_symmetric_allocation() -> Iterator[None]:
-    """Allocating or mapping symmetric memory under capture breaks it, or the graph, in silence: here it raises."""
-    from torch.distributed import _symmetric_memory as symmetric
+    """Allocating or mapping symmetric memory under capture breaks it, or the graph, in silence: here it raises. Guarded
+    is what torch's functions call, since a stage may have imported those by name."""
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory as symmetric
+    except ImportError:  # this torch has none
+        yield
+        return
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("symmetric memory can't be allocated or mapped while a step is captured")
 
-    originals = {name: getattr(symmetric, name) for name in ("empty", "rendezvous")}
+    originals = {name: vars(symmetric)[name] for name in ("empty_strided_p2p", "rendezvous")}
     for name in originals:
         setattr(symmetric, name, refuse)
     try:

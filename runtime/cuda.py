@@ -167,8 +167,9 @@ class CudaRank:
     def _own(self, result: Tensor, inputs: Sequence[Tensor] = ()) -> Tensor:
         """A stage's result with dense rows that nobody else writes to: itself, or, where it is strided otherwise or a
         part of a target, of a state, or of one of ``inputs``, a copy."""
-        _, rows, cols = result.shape
+        batch, rows, cols = result.shape
         dense = (cols == 1 or result.stride(2) == 1) and (rows == 1 or result.stride(1) >= cols)
+        dense = dense and (batch == 1 or result.stride(0) > 0)
         kept = (self.site.memory.local, *self.states.values(), *inputs)
         shared = result.untyped_storage().data_ptr() in [tensor.untyped_storage().data_ptr() for tensor in kept]
         return result.clone(memory_format=torch.contiguous_format) if shared or not dense else result

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -48,8 +49,17 @@ class CudaStep:
 
     def issue(self) -> None:
         """Issue the step eagerly, on the streams."""
-        with torch.cuda.stream(self.site.streams[0]):
+        with self._forgotten_if_it_fails(), torch.cuda.stream(self.site.streams[0]):
             issue(self.plan, self.site.rank, self.worker, self.stages)
+
+    @contextmanager
+    def _forgotten_if_it_fails(self) -> Iterator[None]:
+        """Or the next step would send what this one has left in the channel."""
+        try:
+            yield
+        except BaseException:
+            self.channel.forget()
+            raise
 
     def capture(self) -> None:
         """Capture the step, hold the graph against the plan, and make it ready.
@@ -57,7 +67,8 @@ class CudaStep:
         Raises:
             StageError: E610. ReadbackError: E608.
         """
-        captured = capture(self.worker, self.stages)
+        with self._forgotten_if_it_fails():
+            captured = capture(self.worker, self.stages)
         self.graph_facts = readback.facts_of(captured)
         readback.check(self.worker, captured, self.graph_facts)
         captured.graph.instantiate()

@@ -36,6 +36,11 @@ def has_bindings() -> bool:
         return False
 
 
+def has_triton() -> bool:
+    """Whether the kernel of epoch handshakes can be compiled."""
+    return find_spec("triton") is not None
+
+
 def package_version(package: str) -> str | None:
     """The version of an installed package; None where it is not there."""
     try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import pickle
 import queue
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -40,7 +42,8 @@ def join_group() -> None:
     if dist.is_initialized():
         return
     os.environ.setdefault(OVERLAPPING, "1")
-    local, ranks_here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Who starts ranks without torchrun may not tell which are on this machine: then all are taken to be.
+    local, ranks_here = (int(os.environ.get(f"LOCAL_{name}", os.environ[name])) for name in ("RANK", "WORLD_SIZE"))
     gpus = torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(local % gpus)
@@ -92,10 +95,20 @@ def be_rank(rank: int, world: int, port: int) -> None:
     join_group()
 
 
+def _end_with_parent() -> None:
+    """Ends this process when the one that has started it is gone, however that ended: a rank that waits for its peers
+    on the GPU would stay there."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
 def _worker(
     rank: int, world: int, port: int, work: Callable[[int], object], results: Queue[tuple[int, bytes, object]]
 ) -> None:
     try:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         be_rank(rank, world, port)
         value = work(rank)
         dist.barrier()  # nobody leaves while another still needs it

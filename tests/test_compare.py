@@ -77,7 +77,7 @@ def test_not_a_number_differs() -> None:
     assert next(row.where for row in rows if row.differs) == "self_attention.mlp[0]"
 
 
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     small = "--set=model.layers=1,shape.seq=9,model.hidden=16,model.head_dim=2,model.ffn=8"
     assert cli.run(["compare", "quickstart", "--by-layer", small, "--device", "cpu"]) == 0
     told = capsys.readouterr().out
@@ -87,4 +87,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(capsys.readouterr().out)
     assert data["ok"]
     assert data["first_difference"] is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.run(["compare", "quickstart", small, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "cpu"  # where it ran, not auto
     assert {row["layer"] for row in data["compared"]} == {None, 0}

@@ -1,6 +1,7 @@
 """What the cuda device does besides calling CUDA: the same code on a stand-in for it. Captured graphs are not shown."""
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,10 +11,11 @@ import torch.distributed as dist
 from test_cuda import COPIES, sizes_of
 from test_cuda_sets import TEXT
 
+from stepgraph.kernels.stages import MadeUpStages, Stage
 from stepgraph.planner.compile import compile_set
 from stepgraph.planner.diagnostics import StepgraphError
 from stepgraph.planner.footprint import footprint
-from stepgraph.planner.plan import Plan
+from stepgraph.planner.plan import Plan, Run
 from stepgraph.planner.plan_set import PlanSet
 from stepgraph.planner.schedule import read_schedule
 from stepgraph.runtime import walk as walks
@@ -160,7 +162,86 @@ def test_what_a_stage_hands_back_is_memory_of_its_own() -> None:
     site = SimpleNamespace(memory=SimpleNamespace(local=torch.zeros(8)))
     rank = SimpleNamespace(site=site, states={})
     assert CudaRank._own(rank, made, [operand]) is made  # type: ignore[arg-type]
-    for same in (operand, operand[:, 1:], operand[..., :3]):
+    for same in (operand, operand[:, 1:], operand[..., :3], torch.randn(1, 4, 6).expand(2, 4, 6)):
         got = CudaRank._own(rank, same, [operand])  # type: ignore[arg-type]
         assert torch.equal(got, same)
         assert got.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr()
+
+
+class Fails(MadeUpStages):
+    """Made-up stages of which that of one op fails while ``now`` is set."""
+
+    now = False
+
+    def __call__(self, plan: Plan, rank: int, run: Run) -> Stage:
+        stage, op = super().__call__(plan, rank, run), plan.ops[run.op]
+
+        def failing(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            if self.now:
+                raise ValueError("a bad prompt")
+            return stage(tensors)
+
+        return failing if op.name.endswith(".norm_rope") and op.layer == 1 else stage
+
+
+def after_a_failure(plan: Plan, rank: int) -> bool:
+    """Whether a step is as good as before when all ranks have failed alike between its sends and their handshake."""
+    from stepgraph.runtime import cuda_backend
+    from stepgraph.runtime.transport.collective import CollectiveTransport
+
+    if plan.transport == "nccl":
+        cuda_backend.transports = lambda device: (CollectiveTransport(torch.device("cpu")),)
+    stages = Fails(0)
+    with torch.no_grad(), Session(plan, device="cuda", stages=stages, eager=True) as session:
+        step, inputs = session.capture(), random_inputs(plan, 0)
+        want = step(**inputs)
+        stages.now = True
+        with pytest.raises(StepgraphError, match="E610"):
+            step(**inputs)
+        stages.now = False
+        return torch.equal(step(**inputs), want)
+
+
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+def test_a_step_after_one_that_failed_on_all_ranks(transport: str) -> None:
+    plan = small_plan("quickstart", mesh__ulysses="2", defaults__transport=transport)
+    assert on_host_gpus(2, partial(after_a_failure, plan)) == [True, True]
+
+
+def without_triton(plan: Plan, rank: int) -> str:
+    from stepgraph.runtime.transport import mapped
+
+    mapped.has_triton = lambda: rank == 0
+    with pytest.raises(StepgraphError) as error:
+        Session(plan, device="cuda")
+    return str(error.value)
+
+
+def test_a_kernel_handshake_without_triton_is_told() -> None:
+    plan = small_plan("quickstart", mesh__ulysses="2", defaults__handshake="kernel")
+    first, second = on_host_gpus(2, partial(without_triton, plan))
+    assert "E607: rank 1 failed at preparing handshakes and buffers" in first
+    assert "E606: there is no triton for a kernel handshake" in second
+
+
+def allocates_in_capture(rank: int) -> list[str]:
+    """What is told of symmetric memory by functions that were imported before; behind it they are as they were."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed._symmetric_memory import empty, rendezvous
+
+    from stepgraph.runtime.capture import _no_symmetric_allocation
+
+    before, told = [_SymmetricMemory.empty_strided_p2p, _SymmetricMemory.rendezvous], []
+    with _no_symmetric_allocation():
+        for call in (lambda: empty(4, device="cpu"), lambda: rendezvous(torch.zeros(4), dist.group.WORLD)):
+            with pytest.raises(RuntimeError) as error:
+                call()
+            told.append(str(error.value))
+    after = [_SymmetricMemory.empty_strided_p2p, _SymmetricMemory.rendezvous]
+    assert [str(one) for one in before] == [str(one) for one in after]
+    return told
+
+
+def test_symmetric_memory_is_refused_in_capture_by_whatever_name() -> None:
+    (told,) = on_host_gpus(1, allocates_in_capture)
+    assert told == ["symmetric memory can't be allocated or mapped while a step is captured"] * 2

@@ -1,5 +1,6 @@
 """What ranks tell each other, and how they are started, in gloo groups of processes without a GPU."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -301,3 +302,56 @@ def ends_early(rank: int) -> None:
 def test_a_rank_that_ends_well_without_a_result() -> None:
     with pytest.raises(LaunchError, match="E612: the process of rank 1 ended early"):
         on_ranks(2, ends_early)
+
+
+def maps(fails: bool, rank: int) -> tuple[list[tuple[object, ...]], list[str]] | str:
+    """The peers' blocks as the real transport opens them, by way of stand-ins for CUDA's handles: (who gave the handle,
+    which of its handles, the GPU that it was opened for). With ``fails`` rank 1 can't give any."""
+    from torch.multiprocessing import reductions
+
+    from stepgraph.runtime.transport.ipc import DEVICE, IpcTransport
+
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert names[DEVICE] == "storage_device"
+    opened.clear()
+    given = []
+
+    def reduce_tensor(block: torch.Tensor) -> tuple[object, tuple[object, ...]]:
+        if fails and rank == 1:
+            raise RuntimeError("CUDA: invalid argument")
+        given.append(block)
+        return opens, (rank, len(given), *names[2:DEVICE], "its own number", *names[DEVICE + 1 :])
+
+    reductions.reduce_tensor = reduce_tensor  # in a process of this test alone
+    transport, block = IpcTransport(torch.device("cuda", 5)), torch.zeros(8)
+    try:
+        memory = group.attempt("mapping peers' memory", lambda: transport.connect(block))
+    except group.SelfTestError as error:
+        return f"{error} {group.everyone(str(rank))}"  # the group's exchanges are as they were
+    assert memory.pointers[rank] == block.data_ptr()
+    return list(opened), group.everyone(str(rank))
+
+
+opened: list[tuple[object, ...]] = []
+
+
+def opens(*arguments: object) -> torch.Tensor:
+    opened.append((*arguments[:2], arguments[6]))
+    return torch.zeros(8)
+
+
+def test_every_peer_has_a_handle_of_its_own_and_opens_it_for_its_own_gpu() -> None:
+    """torch counts one importer a handle; peers may number GPUs in other ways."""
+    found = on_ranks(3, partial(maps, False))
+    assert [blocks for blocks, _ in found] == [
+        [(1, 1, 5), (2, 1, 5)],
+        [(0, 1, 5), (2, 2, 5)],
+        [(0, 2, 5), (1, 2, 5)],
+    ]
+
+
+def test_a_rank_that_has_no_handle_for_its_memory_is_told_to_all() -> None:
+    for told in on_ranks(3, partial(maps, True)):
+        assert "E611: mapping peers' memory failed" in told
+        assert "the block of rank 1 has no handle: CUDA: invalid argument" in told
+        assert "['0', '1', '2']" in told

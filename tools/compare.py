@@ -51,7 +51,9 @@ def command(
     from stepgraph.runtime.compare import compare
     from stepgraph.runtime.session import cuda_lacks
 
-    if device == "cpu" or (device == "auto" and cuda_lacks()):
+    if device == "auto":
+        device = "cpu" if cuda_lacks() else "cuda"
+    if device == "cpu":
         one_process("all ranks run in one process on cpu")
     plan = read_plan_or_schedule(file, settings, edited, variant, bucket)
     progress(f"comparing {plan.name} op by op")

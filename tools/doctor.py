@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepgraph.runtime.facts import has_bindings, package_version
+from stepgraph.runtime.facts import has_bindings, has_triton, package_version
 from stepgraph.tools.output import emit_json, format_option
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ def findings() -> list[dict[str, str]]:
     bindings = "yes" if has_bindings() else "no"
     rows.append(_row("cuda-python", bindings, "is needed by the cuda device"))
     rows += _transports(torch.device("cuda"))
-    rows.append(_row("handshake memop, copy", "yes" if gpus else "no", "stream memory operations"))
-    triton = package_version("triton")
-    rows.append(_row("handshake kernel", f"triton {triton}" if triton else "no triton", "an epoch kernel"))
+    rows.append(_row("handshake memop, copy", "yes" if gpus and has_bindings() else "no", "stream memory operations"))
+    triton = (package_version("triton") or "yes") if has_triton() else "no"
+    rows.append(_row("handshake kernel", triton, "an epoch kernel, which triton compiles"))
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     rows.append(_row("NCCL", "yes" if nccl else "no", "captures exchanges via nccl; wants a GPU for each rank"))
     shared = "yes" if shutil.which("nvidia-cuda-mps-control") else "no"

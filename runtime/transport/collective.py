@@ -128,6 +128,9 @@ class CollectiveChannel:
         self.aside.clear()
         self.laid.clear()
 
+    def forget(self) -> None:
+        self.finish()
+
     def planned(self, items: Sequence[Instruction], source: Strided | None) -> tuple[PlannedNode, ...] | None:
         return None
 

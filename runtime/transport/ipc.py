@@ -9,6 +9,9 @@ from torch import Tensor
 from stepgraph.runtime.transport.mapped import MappedChannel
 from stepgraph.runtime.transport.mapping import PeerMemory, RankSite, no_peer_access
 
+DEVICE = 6
+"""Which argument of torch's ``rebuild_cuda_tensor`` is the number of the GPU."""
+
 
 class IpcTransport:
     name = "ipc"
@@ -26,17 +29,32 @@ class IpcTransport:
         return block
 
     def connect(self, block: Tensor) -> PeerMemory:
-        """torch counts importers, and gives a block back when the last has let go: closing needs no meeting."""
+        """A handle for each peer: torch counts one importer a handle, and gives a block back when the last has let go,
+        so that closing needs no meeting."""
         from torch.multiprocessing.reductions import reduce_tensor
 
-        handles: list[object] = [None] * dist.get_world_size()
-        dist.all_gather_object(handles, reduce_tensor(block))
+        own, ranks = dist.get_rank(), range(dist.get_world_size())
+        given: list[object] | str
+        try:
+            given = [None if rank == own else reduce_tensor(block) for rank in ranks]
+        except RuntimeError as error:
+            given = str(error)  # is told behind the exchange: the others wait in it
+        every: list[list[object] | str] = [""] * len(ranks)
+        dist.all_gather_object(every, given)
         mapped: list[Tensor] = []
-        for rank, handle in enumerate(handles):
-            assert isinstance(handle, tuple)
-            rebuild, arguments = handle
-            mapped.append(block if rank == dist.get_rank() else rebuild(*arguments))
+        for rank, handles in enumerate(every):
+            if isinstance(handles, str):
+                raise RuntimeError(f"the block of rank {rank} has no handle: {handles}")
+            mapped.append(block if rank == own else self._opened(handles[own]))
         return PeerMemory(block, tuple(tensor.data_ptr() for tensor in mapped), mapped)
+
+    def _opened(self, handle: object) -> Tensor:
+        """A peer's block, opened for this rank's GPU, whatever number the peer gives to its own."""
+        assert isinstance(handle, tuple)
+        rebuild, arguments = handle
+        found = rebuild(*arguments[:DEVICE], self.device.index, *arguments[DEVICE + 1 :])
+        assert isinstance(found, Tensor)
+        return found
 
     def channel(self, site: RankSite) -> MappedChannel:
         return MappedChannel(site)

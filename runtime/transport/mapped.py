@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stepgraph.kernels import copy2d
 from stepgraph.kernels.copy2d import Copy2D, Strided
-from stepgraph.kernels.handshake import LANES, EpochHandshake, Memop, enqueue_memops, wait_flags
+from stepgraph.kernels.handshake import LANES, MOST_MEMOPS, EpochHandshake, Memop, enqueue_memops, wait_flags
 from stepgraph.planner.diagnostics import CapabilityError, Diagnostic
 from stepgraph.planner.plan import (
     FLAG_BYTES,
@@ -21,6 +21,7 @@ from stepgraph.planner.plan import (
     Signal,
     Wait,
 )
+from stepgraph.runtime.facts import has_triton
 from stepgraph.runtime.transport.mapping import PlannedNode, RankSite, flags_offset, memcpy_node
 
 RELEASE_EPOCH = 1 << 62
@@ -109,14 +110,18 @@ class MappedChannel:
     def finish(self) -> None:
         self.flush()
 
+    def forget(self) -> None:
+        self.batch, self.pending = [], None
+
     def _on(self, stream: int) -> None:
         if stream != self.stream:
             self.flush()
             self.stream = stream
 
     def _gather(self, memops: Sequence[Memop]) -> None:
-        """Behind an epoch handshake that is held back."""
-        if self.pending is not None:
+        """Behind an epoch handshake that is held back, and behind a batch that is full: eager steps gather handshakes
+        that follow each other."""
+        if self.pending is not None or len(self.batch) + len(memops) > MOST_MEMOPS:
             self.flush()
         self.batch += memops
 
@@ -136,6 +141,9 @@ class MappedChannel:
         signals: dict[int, tuple[Flag, ...]] = {}
         for item in self.plan.ranks[self.rank].instructions:
             if isinstance(item, Signal | Wait) and self.plan.exchanges[item.exchange].protocol is Protocol.KERNEL:
+                if not has_triton():
+                    message, hint = "there is no triton for a kernel handshake", "--set defaults.handshake=memop"
+                    raise CapabilityError([Diagnostic("E606", message, None, "triton", "none", hint)])
                 if len(item.flags) > LANES // 2:
                     message = "a kernel handshake is made for fewer ranks"
                     found = Diagnostic("E606", message, None, f"{LANES // 2 + 1} at most", f"{len(item.flags) + 1}")

@@ -109,6 +109,9 @@ class Channel(Protocol):
     def finish(self) -> None:
         """The step's last instruction has been issued."""
 
+    def forget(self) -> None:
+        """A step has failed before its end: what it held back or put aside is nobody's."""
+
     def planned(self, items: Sequence[Instruction], source: Strided | None) -> tuple[PlannedNode, ...] | None:
         """The nodes of instructions that are issued together: a send from ``source``, or a signal with the wait and
         reset behind it. None where a library decides."""

@@ -159,6 +159,7 @@ def _install() -> None:
             module.torch = host  # type: ignore[attr-defined]
     torch.Tensor.pin_memory = lambda self: self  # type: ignore[method-assign, assignment]
     copy2d.enqueue, mapped.enqueue_memops, mapped.wait_flags = _copy, _memops, lambda device: 1
+    mapped.has_triton = lambda: True
     handshake.EpochHandshake.enqueue = _epochs  # type: ignore[method-assign]
     session.has_bindings = lambda: True
     cuda_backend.transports = lambda device: (_Shared(),)
