@@ -143,6 +143,16 @@ class Wrapped(Module):
         finally:
             self.context = before
 
+    def reset_state(self) -> None:
+        """The next call begins a request: what earlier ones kept from step to step is gone, and a variant that needs
+        another before it is E614. On cuda every rank calls it, between the same two calls."""
+        for session in self.sessions.values():
+            session.reset_state()
+
+    def _reset_stateful_cache(self, recurse: bool = True) -> None:
+        """What pipelines of diffusers call where a request ends."""
+        self.reset_state()
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: object, **kwargs: object) -> object:
         """The model's own forward, with its arguments and its result.

@@ -152,6 +152,9 @@ def test_a_variant_comes_in_its_turn(plans: PlanSet) -> None:
         with pytest.raises(StepgraphError, match=r"E614[\s\S]*full, cached before it[\s\S]*update"):
             session.capture(variant="cached", bucket="small")(**given)
         session.capture(bucket="small")(**given)
+        session.reset_state()
+        with pytest.raises(StepgraphError, match=r"E614[\s\S]*the beginning of a request"):
+            session.capture(variant="cached", bucket="small")(**given)
 
 
 def test_ranks_that_take_different_versions_are_told(plans: PlanSet) -> None:
