@@ -51,6 +51,12 @@ def bind(
     if not isinstance(plan, Plan | PlanSet):
         got = f"a {type(plan).__name__}"
         raise BindingError([Diagnostic("E620", "stages are bound to a plan", None, "a Plan or a PlanSet", got)])
+    if binding is not None and not isinstance(binding, Binding):
+        got = f"a {type(binding).__name__}"
+        raise BindingError([Diagnostic("E620", "stages are told by a binding", None, "a Binding, or None", got)])
+    if not isinstance(model, Module):
+        got = f"a {type(model).__name__}"
+        raise BindingError([Diagnostic("E620", "stages are those of a module", None, "a torch.nn.Module", got)])
     plans = plan.plans if isinstance(plan, PlanSet) else (plan,)
     names = (compiled,) if isinstance(compiled, str) else compiled
     return BoundStages(binding or family_of_model(model).binding, model, plans, names)
