@@ -105,6 +105,10 @@ class Wrapped(Module):
         """
         super().__init__()
         need_name(device)
+        for name, number in (("ranks", ranks), ("most", most)):
+            if number is not None and type(number) is not int:
+                found = Diagnostic("E620", f"a wrap can't take {name}={number!r}", None, "a whole number", repr(number))
+                raise BindingError([found])
         self.model = model
         self.family = family_of_model(model)
         self.schedule, self.overrides = schedule_path(str(schedule)), dict(overrides or {})

@@ -227,6 +227,13 @@ def test_a_device_that_is_not_there() -> None:
         stepgraph.wrap(model_of(), tiny.schedule, device="tpu")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("change", [{"ranks": "2"}, {"ranks": 2.0}, {"most": "4"}])
+def test_numbers_that_are_none(change: dict[str, Any]) -> None:
+    ((name, value),) = change.items()
+    with pytest.raises(StepgraphError, match=rf"E620: a wrap can't take {name}={value!r}"):
+        stepgraph.wrap(model_of(), "wan_14b_u4", device="cpu", **change)
+
+
 def test_autocast_is_refused() -> None:
     sharded = wrapped(FAMILIES["flux"], model_of("flux"), 2)
     with pytest.raises(StepgraphError, match=r"E621.*autocast"), torch.autocast("cpu", torch.bfloat16):

@@ -217,7 +217,7 @@ def _wrong_sizes(bound: BoundStages, plan: Plan) -> list[Diagnostic]:
     module = f"the module, a {type(bound.model).__name__}"
     problems: list[Diagnostic] = []
 
-    def differs(what: str, path: TreePath, said: object, has: object) -> None:
+    def differs(what: str, path: TreePath, said: object, has: object, hint: str = "") -> None:
         place = schedule.tree.place(path) if schedule.tree.has(path) else None
         problems.append(
             Diagnostic(
@@ -226,6 +226,7 @@ def _wrong_sizes(bound: BoundStages, plan: Plan) -> list[Diagnostic]:
                 place,
                 f"{said}, in the schedule {plan.name}",
                 f"{has}, in {module}",
+                hint,
             )
         )
 
@@ -253,7 +254,8 @@ def _wrong_sizes(bound: BoundStages, plan: Plan) -> list[Diagnostic]:
             message = f"the binding {bound.binding.name} tells a size that no schedule has: {path}"
             problems.append(Diagnostic("E620", message, None, expected, path))
         elif stated and stated != str(has):
-            differs(path, tuple(path.split(".")), stated, has)
+            hint = f"overrides={{'{path}': {has!r}}} sets it; stepgraph.settings_of(model) gives all for a known class"
+            differs(path, tuple(path.split(".")), stated, has, hint)
     if schedule.axis("tensor") > 1:
         problems.append(
             Diagnostic(

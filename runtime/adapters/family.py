@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -171,13 +172,20 @@ def family_of(name: str, module: str) -> Family:
                     None,
                     f"one of {', '.join(FILES)} of diffusers",
                     f"{module}.{name}",
-                    INSTEAD.get(name) or nearest(name, FILES) or "docs/bindings.md shows how to write one",
+                    INSTEAD.get(name)
+                    or ("" if _is_real(name) else nearest(name, FILES))
+                    or "docs/bindings.md shows how to write one",
                 )
             ]
         )
     found = import_module(f"stepgraph.runtime.adapters.{FILES[name]}").FAMILY
     assert isinstance(found, Family)
     return found
+
+
+def _is_real(name: str) -> bool:
+    """Whether diffusers has a class of that name, which then is no misspelling of another."""
+    return find_spec("diffusers") is not None and name in dir(import_module("diffusers"))
 
 
 def family_of_model(model: Module) -> Family:
