@@ -13,6 +13,7 @@ from stepgraph.planner import plan_set as sets
 from stepgraph.planner.buckets import BucketMissError, Match, match
 from stepgraph.planner.compile import compile_schedule, compile_set
 from stepgraph.planner.diagnostics import PlanError, ScheduleError, StepgraphError
+from stepgraph.planner.footprint import footprint
 from stepgraph.planner.plan import Signal
 from stepgraph.planner.plan_set import PlanSet
 from stepgraph.planner.schedule import Schedule, load_schedule, read_schedule
@@ -250,6 +251,19 @@ def test_cache_without_a_limit_keeps_all() -> None:
     cache = ReplayCache("ab", [1, 1], None)
     assert [cache.use(number)[1] for number in (0, 1, 0, 1)] == [(), (), (), ()]
     assert (cache.stats().hits, cache.stats().misses) == (2, 2)
+
+
+@pytest.mark.parametrize(("budget", "ahead"), [(None, 12), (0, 0), ("two", 2)])
+def test_the_cpu_device_keeps_account_as_cuda_would(plans: PlanSet, budget: int | str | None, ahead: int) -> None:
+    """CASES 22: what the budget has room for is captured when a session opens, and is a hit in its first step."""
+    sizes = [footprint(plan) for plan in plans.plans]
+    limit = sum(sizes[:2]) if budget == "two" else budget
+    assert isinstance(limit, int | None)
+    with torch.no_grad(), Session(plans, device="cpu", graph_bytes=limit) as session:
+        opened = session.stats()
+        assert (list(opened.captured), opened.misses) == (list(plans.versions())[:ahead], 0)
+        session.capture(bucket="tiny")(**random_inputs(plans.plan("full", "tiny"), 0))
+        assert (session.stats().hits, session.stats().misses) == ((1, 0) if ahead else (0, 1))
 
 
 # The commands
