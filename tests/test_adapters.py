@@ -409,6 +409,7 @@ def test_a_schedule_is_drafted_from_a_class_and_from_a_config(
         ("os.WanTransformer3DModel", 3, "E622"),
         ("WanTransformer3DModl", 3, "E622: there is no binding for the class diffusers.WanTransformer3DModl"),
         ("missing.json", 2, "E100: missing.json is no config"),
+        ("models/wan/transformer", 2, "E100: models/wan/transformer is no config"),
     ],
 )
 def test_what_no_schedule_can_be_drafted_from(
@@ -419,6 +420,12 @@ def test_what_no_schedule_can_be_drafted_from(
     assert cli.run(["init", "--from", source]) == code
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_a_whole_pipeline_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    assert cli.run(["init", "mine", "--from", str(tmp_path), "-o", str(tmp_path / "mine.yaml")]) == 2
+    assert "take the pipeline's folder `transformer`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

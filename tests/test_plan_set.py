@@ -326,6 +326,9 @@ def test_requests_take_the_bucket_of_their_sizes(plans: PlanSet) -> None:
     assert match(plans, {"seq": 10, "batch": 2}) == Match("twice", {})
     assert match(plans, {"seq": 11, "batch": 1}, pad=["seq"]) == Match("wide", {"seq": 3})
     assert match(plans, {"seq": 2, "batch": 2}, pad=["seq"]) == Match("twice", {"seq": 8})
+    assert match(plans, {"seq": 2, "batch": 2}, pad="seq") == Match("twice", {"seq": 8})  # one name is a name
+    with pytest.raises(BucketMissError, match=r"a PlanSet[\s\S]*got: +a Plan\s"):
+        match(plans.plans[0], {"seq": 14})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +337,13 @@ def test_requests_take_the_bucket_of_their_sizes(plans: PlanSet) -> None:
         ({"seq": 11, "batch": 1}, [], r"as large as the request in seq[\s\S]*the bucket 'wide' takes it with 1.27 x"),
         ({"seq": 99, "batch": 1}, ["seq"], r"seq 99 is more than 14[\s\S]*open a new session"),
         ({"seq": 14, "batch": 2}, ["seq"], r"no bucket is as large in all sizes at once"),
-        ({"sek": 14}, [], r"no size of the buckets of variants is called 'sek'"),
+        (
+            {"sek": 14},
+            [],
+            r"no size of the buckets of variants is called 'sek'[\s\S]*got: +sek[\s\S]*did you mean 'seq'",
+        ),
+        ({"seq": -1}, ["seq"], r"the size 'seq' of a request is none[\s\S]*got: +-1"),
+        ({"seq": "14"}, [], r"the size 'seq' of a request is none[\s\S]*got: +'14'"),
     ],
 )
 def test_a_miss_tells_its_reason_and_its_cost(
