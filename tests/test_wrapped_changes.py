@@ -158,6 +158,20 @@ def test_adapters_are_switched_between_sessions_only(change: Callable[[Any], Non
     assert near(sharded(**call).sample, own(model, call))
 
 
+def test_dropout_is_refused_and_one_that_is_switched_on_is_told() -> None:
+    """CASES 15: ranks would draw other numbers each. Adapters come in train mode, whatever the model's is."""
+    model, call = model_of(), FAMILIES["wan"].call(True)
+    layer = model.blocks[1].attn1.to_q
+    model.blocks[1].attn1.to_q = torch.nn.Sequential(layer, torch.nn.Dropout(0.5))
+    with pytest.raises(StepgraphError, match=r"E620: blocks.1.attn1.to_q.1 drops numbers at random"):
+        wrapped(FAMILIES["wan"], model, 2)
+    sharded = wrapped(FAMILIES["wan"], model.eval(), 2)
+    assert near(sharded(**call).sample, own(model, call))
+    model.train()
+    with pytest.raises(StepgraphError, match=r"E609: the dropout of 'blocks.1.attn1.to_q.1' is not what"):
+        sharded(**call)
+
+
 # Layers whose own forward a plan does not call
 
 

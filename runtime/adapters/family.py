@@ -16,7 +16,7 @@ from torch.nn import Module
 from stepgraph.planner.diagnostics import Diagnostic, StepgraphError, nearest
 from stepgraph.planner.schedule import Schedule, load_schedule, schedule_path
 from stepgraph.runtime.adapters.binding import Binding, BindingError, Settings
-from stepgraph.runtime.adapters.layers import has_hooks
+from stepgraph.runtime.adapters.layers import drops, has_hooks
 
 Config = Mapping[str, Any]
 """A model's config, as its JSON file holds it."""
@@ -213,6 +213,8 @@ def _changes(model: Any, family: Family) -> Iterable[str]:
             yield f"{name or 'the module'} has a hook of diffusers (offloading, casting of weights, a cache)"
         elif type(part).__name__ in family.rewritten and _calls_more(part):
             yield f"{name or 'the module'} has hooks or another forward, and a plan calls its parts instead of it"
+        if drops(part):
+            yield f"{name} drops numbers at random, other ones on every rank: the module wants a call of eval()"
         processor = getattr(part, "processor", None)
         if processor is None:
             continue
