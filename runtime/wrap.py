@@ -156,8 +156,9 @@ class Wrapped(Module):
     def reset_state(self) -> None:
         """The next call begins a request: what earlier ones kept from step to step is gone, and a variant that needs
         another before it is E614. On cuda every rank calls it, between the same two calls."""
-        for session in self.sessions.values():
-            session.reset_state()
+        if self.file.state or self.file.variants:
+            for session in self.sessions.values():
+                session.reset_state()
 
     def _reset_stateful_cache(self, recurse: bool = True) -> None:
         """What pipelines of diffusers call where a request ends."""
