@@ -12,7 +12,7 @@ from stepgraph.planner.plan import Plan, Run
 from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.session import Session
 
-from support.ranks import on_ranks
+from support.ranks import on_ranks, own_gpus
 
 pytestmark = [
     pytest.mark.cuda,
@@ -27,7 +27,8 @@ TWO = {"mesh__ulysses": "2", "model__dtype": "float32"}
 def test_captured_steps_keep_what_eager_ones_do(text: str) -> None:
     plans = [plan_of(text, **TWO, defaults__transport=transport) for transport in ("symmetric", "ipc", "nccl")]
     for plan, report in zip(plans, run_and_compare(plans), strict=True):
-        assert report.captured_equals_eager is (None if plan.transport == "nccl" else True)
+        on_host = plan.transport == "nccl" and not own_gpus(2)
+        assert report.captured_equals_eager is (None if on_host else True)
 
 
 def requests(plan: Plan, rank: int) -> tuple[list[torch.Tensor], bool]:

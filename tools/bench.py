@@ -6,7 +6,7 @@ import time
 
 import click
 
-from stepgraph.tools.output import console, emit_json, format_option, progress
+from stepgraph.tools.output import console, emit_json, format_option, one_process, progress
 
 SCHEDULE = "minimax_h3_u4"
 
@@ -58,3 +58,30 @@ def proof(layers: str, ranks: str, style: str) -> int:
         table.add_row(*cells, f"{each:.1f}", f"{ratio:.2f}")
     console().print(table)
     return 0
+
+
+@command.command("peers")
+@click.option("--ranks", type=click.IntRange(2), help="Rank i runs on GPU i; by default as many as there are GPUs.")
+@click.option("--rounds", default=5, type=click.IntRange(1), help="How often every way is timed, in turn.")
+@click.option("--steps", default=20, type=click.IntRange(1), help="Steps of 32 exchanges in a round.")
+@click.option("--replays", default=1000, type=click.IntRange(1), help="Replays with new data that are checked.")
+@format_option
+def peers(ranks: int | None, rounds: int, steps: int, replays: int, style: str) -> int:
+    """Check and time exchanges over the GPUs of this machine, against an all-to-all with its copies."""
+    from stepgraph.runtime.session import need_cuda
+
+    one_process("bench starts its ranks itself")
+    need_cuda()
+    import torch
+
+    from stepgraph.tools.peers.report import run_all, show
+
+    world = ranks or torch.cuda.device_count()
+    if world < 2:
+        raise click.UsageError("one GPU: say how many ranks share it, as in --ranks 2")
+    report = run_all(world, rounds, steps, replays)
+    if style == "json":
+        emit_json(report.data())
+    else:
+        show(report, console())
+    return 0 if report.ok else 1

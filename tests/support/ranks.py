@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 
+import torch
 import torch.multiprocessing as mp
 
 from stepgraph.runtime.launch import be_rank, free_port
@@ -72,6 +73,11 @@ class Ranks:
 
 
 _kept: dict[int, Ranks] = {}
+
+
+def own_gpus(world: int) -> bool:
+    """Whether every rank has a GPU of its own, and so the group NCCL."""
+    return torch.cuda.device_count() >= world
 
 
 @functools.cache

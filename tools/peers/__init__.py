@@ -1,0 +1,1 @@
+"""`stepgraph bench peers`: exchanges over the GPUs of a machine."""
