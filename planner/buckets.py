@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from stepgraph.planner.diagnostics import Diagnostic, StepgraphError
+from stepgraph.planner.diagnostics import Diagnostic, StepgraphError, nearest
 from stepgraph.planner.plan_set import BucketSizes, PlanSet
 from stepgraph.planner.timeline import estimate
 
@@ -32,11 +32,20 @@ def match(plans: PlanSet, sizes: Mapping[str, int], pad: Collection[str] = ()) -
     Raises:
         BucketMissError: E615, with the reason, and what the nearest bucket or another one would cost.
     """
+    if not isinstance(plans, PlanSet):
+        problem, hint = "a request is matched to the buckets of a plan set", "stepgraph.compile_set makes one"
+        raise BucketMissError([Diagnostic("E615", problem, None, "a PlanSet", f"a {type(plans).__name__}", hint)])
+    pad = (pad,) if isinstance(pad, str) else pad
     known = dict(plans.buckets[0].sizes) if plans.buckets else {}
     unknown = [name for name in (*sizes, *pad) if name not in known]
     if unknown:
-        problem = f"no size of the buckets of {plans.name} is called '{unknown[0]}'"
-        raise BucketMissError([Diagnostic("E615", problem, None, f"sizes of {', '.join(known) or 'no bucket'}", "")])
+        problem, expected = f"no size of the buckets of {plans.name} is called '{unknown[0]}'", ", ".join(known)
+        hint = nearest(unknown[0], known)
+        raise BucketMissError([Diagnostic("E615", problem, None, expected or "no bucket", unknown[0], hint)])
+    for name, size in sizes.items():
+        if type(size) is not int or size < 0:
+            problem = f"the size '{name}' of a request is none"
+            raise BucketMissError([Diagnostic("E615", problem, None, "a whole number, 0 or more", repr(size))])
     for bucket in sorted(plans.buckets, key=_tokens):
         have = dict(bucket.sizes)
         if all(have[name] == size or (name in pad and have[name] > size) for name, size in sizes.items()):

@@ -363,8 +363,8 @@ CODES: dict[str, Entry] = {
         "a binding that does not fit",
         "The schedule and the module that its ops are bound to differ: layers, sizes or dtype, an op without a stage, "
         "a stage without an op; or the module was changed (a cache, another attention processor, hooks, context "
-        "parallelism) in a way that no op computes, or is elsewhere than the session. All mismatches are told at once, "
-        "before anything is captured.",
+        "parallelism, dropout in train mode) in a way that no op computes, or is elsewhere than the session. All "
+        "mismatches are told at once, before anything is captured.",
         "`stepgraph init --from CLASS` writes a schedule with the sizes of a class; `settings_of(model)` gives those "
         "of a module as overrides.",
     ),

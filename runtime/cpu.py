@@ -100,6 +100,9 @@ class World:
         self.started = [0] * len(self.ranks)
         self.done = [0] * len(self.ranks)
         """Steps that each rank has begun, and has ended."""
+        for version in range(len(plans)):  # as cuda captures them ahead
+            if cache.fits(version):
+                cache.hold(version)
 
     def run(self, loops: Sequence[HostLoop], views: bool = False) -> list[object]:
         """Run one host loop a rank to its end; gives what each loop returns. A deadlock is a fault, and ends it.

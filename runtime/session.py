@@ -175,11 +175,12 @@ class Session:
         return CapturedStep(self, outputs == "view", self.plans.index(variant, bucket))
 
     def reset_state(self) -> None:
-        """Zero the plan's states, as before the first step. On cuda every rank calls it, between the same two steps:
-        what is zeroed lies behind the last step and the caller's current stream, and no rank goes on before all have
-        zeroed theirs."""
+        """Zero the plan's states, as before the first step; a request begins, so that a variant that needs another
+        before it is E614. On cuda every rank calls it, between the same two steps: what is zeroed lies behind the last
+        step and the caller's current stream, and no rank goes on before all have zeroed theirs."""
         with torch.inference_mode(False):
             self.backend.reset_state()
+        self._before.clear()
 
     def follow(self, interleaving: Interleaving) -> None:
         """On cpu: let ranks take these turns first, from the next step on.

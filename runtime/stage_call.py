@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -82,7 +84,30 @@ def _contents(plan: Plan, run: Run, buffer: Buffer, result: object, inputs: Sequ
     if not fits or (device is not None and result.device != device):
         got = f"{list(result.shape)}, {str(result.dtype).removeprefix('torch.')}, {result.device}"
         raise _wrong(plan, run, f"{buffer.name}: {expected}, {device or 'the device of the session'}", got)
+    return laid_out(plan, run, buffer.name, result, shape)
+
+
+def laid_out(plan: Plan, run: Run, name: str, result: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``result`` in ``shape``, of as many elements.
+
+    Raises:
+        StageError: E610 where its rows are elsewhere, as in (batch, heads, rows, head_dim): it would be read wrong.
+    """
+    if result.numel() and not _in_order(result.shape, shape):
+        expected = f"{name}: {' x '.join(map(str, shape))}, or with these dimensions split or joined"
+        raise _wrong(plan, run, expected, f"{list(result.shape)}")
     return result.reshape(shape)
+
+
+def _in_order(found: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether every dimension of ``found`` is a part of one of ``wanted``, or several whole ones; sizes are not 0."""
+    bounds, start = set(accumulate(wanted, mul, initial=1)), 1
+    for size in found:
+        end = start * size
+        if any(start < bound < end for bound in bounds) and not {start, end} <= bounds:
+            return False
+        start = end
+    return True
 
 
 def _name(plan: Plan, run: Run) -> str:

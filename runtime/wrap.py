@@ -51,6 +51,12 @@ def bind(
     if not isinstance(plan, Plan | PlanSet):
         got = f"a {type(plan).__name__}"
         raise BindingError([Diagnostic("E620", "stages are bound to a plan", None, "a Plan or a PlanSet", got)])
+    if binding is not None and not isinstance(binding, Binding):
+        got = f"a {type(binding).__name__}"
+        raise BindingError([Diagnostic("E620", "stages are told by a binding", None, "a Binding, or None", got)])
+    if not isinstance(model, Module):
+        got = f"a {type(model).__name__}"
+        raise BindingError([Diagnostic("E620", "stages are those of a module", None, "a torch.nn.Module", got)])
     plans = plan.plans if isinstance(plan, PlanSet) else (plan,)
     names = (compiled,) if isinstance(compiled, str) else compiled
     return BoundStages(binding or family_of_model(model).binding, model, plans, names)
@@ -99,6 +105,10 @@ class Wrapped(Module):
         """
         super().__init__()
         need_name(device)
+        for name, number in (("ranks", ranks), ("most", most)):
+            if number is not None and type(number) is not int:
+                found = Diagnostic("E620", f"a wrap can't take {name}={number!r}", None, "a whole number", repr(number))
+                raise BindingError([found])
         self.model = model
         self.family = family_of_model(model)
         self.schedule, self.overrides = schedule_path(str(schedule)), dict(overrides or {})
@@ -142,6 +152,17 @@ class Wrapped(Module):
                 yield
         finally:
             self.context = before
+
+    def reset_state(self) -> None:
+        """The next call begins a request: what earlier ones kept from step to step is gone, and a variant that needs
+        another before it is E614. On cuda every rank calls it, between the same two calls."""
+        if self.file.state or self.file.variants:
+            for session in self.sessions.values():
+                session.reset_state()
+
+    def _reset_stateful_cache(self, recurse: bool = True) -> None:
+        """What pipelines of diffusers call where a request ends."""
+        self.reset_state()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: object, **kwargs: object) -> object:

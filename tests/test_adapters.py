@@ -233,7 +233,10 @@ def test_sizes_that_differ_are_told_all_at_once() -> None:
     plan = stepgraph.compile("wan_14b_u4", {**settings, "shape.seq.vid": 8, "shape.seq.txt": 4})
     with refused("E620", "the number of layers of 'wan'", "3, in the schedule wan-14b-u4", "2, in the module, a Wan"):
         stepgraph.bind(model, plan)
-    with refused("E620", "model.ffn differs", "41, in the schedule", "40, in the module", "bfloat16", "float32"):
+    with refused(
+        "E620", "model.ffn differs", "41, in the schedule", "40, in the module", "bfloat16", "float32",
+        "overrides={'model.ffn': 40} sets it",
+    ):  # fmt: skip
         stepgraph.bind(model, plan)
 
 
@@ -401,10 +404,12 @@ def test_a_schedule_is_drafted_from_a_class_and_from_a_config(
     ("source", "code", "told"),
     [
         ("diffusers.UNet2DModel", 3, "E622: there is no binding for the class diffusers.UNet2DModel"),
+        ("diffusers.SD3Transformer2DModel", 3, "docs/bindings.md shows how to write one"),  # no misspelt FLUX
         ("diffusers.WanTransformer3DModl", 3, "did you mean 'WanTransformer3DModel'?"),
         ("os.WanTransformer3DModel", 3, "E622"),
         ("WanTransformer3DModl", 3, "E622: there is no binding for the class diffusers.WanTransformer3DModl"),
         ("missing.json", 2, "E100: missing.json is no config"),
+        ("models/wan/transformer", 2, "E100: models/wan/transformer is no config"),
     ],
 )
 def test_what_no_schedule_can_be_drafted_from(
@@ -415,6 +420,12 @@ def test_what_no_schedule_can_be_drafted_from(
     assert cli.run(["init", "--from", source]) == code
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_a_whole_pipeline_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    assert cli.run(["init", "mine", "--from", str(tmp_path), "-o", str(tmp_path / "mine.yaml")]) == 2
+    assert "take the pipeline's folder `transformer`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,44 @@ def test_what_a_binding_must_tell_and_may_not(page: dict[str, Any]) -> None:
         stepgraph.bind(page["model"], "quickstart", binding)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"blocks": {"self_attention": lambda model: model.blocks}},
+            "can't tell the layers of 'self_attention' of the module, a Model",
+        ),
+        (
+            {"sizes": lambda model: {"model.heads": model.heads}},
+            "AttributeError: 'Model' object has no attribute 'heads'",
+        ),
+        ({"blocks": {"self_atention": lambda model: model.layers}}, "did you mean 'self_attention'"),
+    ],
+)
+def test_a_binding_that_does_not_find_its_way_in_a_module(
+    page: dict[str, Any], change: dict[str, Any], told: str
+) -> None:
+    """Written for another class, or with a slip of the pen: one error of ours, which names the binding."""
+    plan, binding = stepgraph.compile("quickstart"), page["BINDING"]
+    with pytest.raises(StepgraphError, match="E620: the binding my model") as error:
+        stepgraph.bind(page["model"], plan, replace(binding, **change))
+    assert told in str(error.value), str(error.value)
+
+
+def test_what_is_no_binding_no_module_and_no_function(page: dict[str, Any]) -> None:
+    plan, model, binding = stepgraph.compile("quickstart"), page["model"], page["BINDING"]
+    for arguments, told in (
+        ((model, plan, {}), "a Binding, or None"),
+        ((None, plan, binding), "a torch.nn.Module"),
+        (
+            (model, plan, replace(binding, stages={**binding.stages, "step.head": None})),
+            "step.head of the binding my model can't be called",
+        ),
+    ):
+        with pytest.raises(StepgraphError, match=rf"E620[\s\S]*{told}"):
+            stepgraph.bind(*arguments)
+
+
 def test_a_schedule_may_leave_out_optional_stages(page: dict[str, Any]) -> None:
     plan, binding = stepgraph.compile("quickstart"), page["BINDING"]
     more = replace(binding, stages={**binding.stages, "step.cache": lambda model, x: x})
@@ -119,6 +157,13 @@ def test_a_stage_that_makes_something_else_is_told(page: dict[str, Any]) -> None
     for name, wrong, told in (
         ("self_attention.norm_rope", lambda layer, q, k, rope: q, "argument 2"),
         ("self_attention.qkv", lambda layer, h: layer.qkv(h)[..., :-1], "E610: .* gives what its op does not make"),
+        ("self_attention.attention", lambda layer, *qkv: page["attend"](*qkv).transpose(1, 2), "split or joined"),
+        (
+            "self_attention.norm_rope",
+            lambda layer, q, k, rope: (q.transpose(1, 2), k),
+            "operand 1: 1 x 4 x 8 x 16, or with",
+        ),
+        ("self_attention.qkv", lambda layer, h: [h.new_ones(1, 128, h.shape[1])] * 3, "split or joined"),
         ("self_attention.residual", lambda layer, x, a: x.add_(a), "an operand changed in place"),
         ("self_attention.norm", lambda layer, x: layer.norm(x.mul_(2)), "an operand changed in place"),
     ):

@@ -172,7 +172,7 @@ def test_no_command_ends_in_an_internal_error(name: str, tmp_path: Path, capsys:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["quickstart", "lingbot_world_v2_u4", "minimax_h3_tp2_u2", "flux_u4", "set"])
+@pytest.mark.parametrize("name", ["quickstart", "lingbot_world_v2_u4", "minimax_h3_tp2_u2", "flux_1024_u4", "set"])
 def test_no_command_ends_in_an_internal_error_often(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

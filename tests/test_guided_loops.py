@@ -216,3 +216,8 @@ def test_a_residual_cache_in_a_pipeline() -> None:
     assert [dict(key)["context"] for key in sharded.sessions] == ["cond", "uncond"]
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
     assert (got - plain).abs().max() > 0.001 * plain.abs().max()
+    sharded.variant = "cached"  # as a callback may leave it: the next request has nothing to add again
+    with pytest.raises(StepgraphError, match=r"E614[\s\S]*the beginning of a request"):
+        latents_of(sharded)
+    sharded.variant = ""
+    torch.testing.assert_close(latents_of(sharded), got)

@@ -13,6 +13,7 @@ from stepgraph.planner import plan_set as sets
 from stepgraph.planner.buckets import BucketMissError, Match, match
 from stepgraph.planner.compile import compile_schedule, compile_set
 from stepgraph.planner.diagnostics import PlanError, ScheduleError, StepgraphError
+from stepgraph.planner.footprint import footprint
 from stepgraph.planner.plan import Signal
 from stepgraph.planner.plan_set import PlanSet
 from stepgraph.planner.schedule import Schedule, load_schedule, read_schedule
@@ -152,6 +153,9 @@ def test_a_variant_comes_in_its_turn(plans: PlanSet) -> None:
         with pytest.raises(StepgraphError, match=r"E614[\s\S]*full, cached before it[\s\S]*update"):
             session.capture(variant="cached", bucket="small")(**given)
         session.capture(bucket="small")(**given)
+        session.reset_state()
+        with pytest.raises(StepgraphError, match=r"E614[\s\S]*the beginning of a request"):
+            session.capture(variant="cached", bucket="small")(**given)
 
 
 def test_ranks_that_take_different_versions_are_told(plans: PlanSet) -> None:
@@ -249,6 +253,19 @@ def test_cache_without_a_limit_keeps_all() -> None:
     assert (cache.stats().hits, cache.stats().misses) == (2, 2)
 
 
+@pytest.mark.parametrize(("budget", "ahead"), [(None, 12), (0, 0), ("two", 2)])
+def test_the_cpu_device_keeps_account_as_cuda_would(plans: PlanSet, budget: int | str | None, ahead: int) -> None:
+    """CASES 22: what the budget has room for is captured when a session opens, and is a hit in its first step."""
+    sizes = [footprint(plan) for plan in plans.plans]
+    limit = sum(sizes[:2]) if budget == "two" else budget
+    assert isinstance(limit, int | None)
+    with torch.no_grad(), Session(plans, device="cpu", graph_bytes=limit) as session:
+        opened = session.stats()
+        assert (list(opened.captured), opened.misses) == (list(plans.versions())[:ahead], 0)
+        session.capture(bucket="tiny")(**random_inputs(plans.plan("full", "tiny"), 0))
+        assert (session.stats().hits, session.stats().misses) == ((1, 0) if ahead else (0, 1))
+
+
 # The commands
 
 
@@ -309,6 +326,9 @@ def test_requests_take_the_bucket_of_their_sizes(plans: PlanSet) -> None:
     assert match(plans, {"seq": 10, "batch": 2}) == Match("twice", {})
     assert match(plans, {"seq": 11, "batch": 1}, pad=["seq"]) == Match("wide", {"seq": 3})
     assert match(plans, {"seq": 2, "batch": 2}, pad=["seq"]) == Match("twice", {"seq": 8})
+    assert match(plans, {"seq": 2, "batch": 2}, pad="seq") == Match("twice", {"seq": 8})  # one name is a name
+    with pytest.raises(BucketMissError, match=r"a PlanSet[\s\S]*got: +a Plan\s"):
+        match(plans.plans[0], {"seq": 14})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +337,13 @@ def test_requests_take_the_bucket_of_their_sizes(plans: PlanSet) -> None:
         ({"seq": 11, "batch": 1}, [], r"as large as the request in seq[\s\S]*the bucket 'wide' takes it with 1.27 x"),
         ({"seq": 99, "batch": 1}, ["seq"], r"seq 99 is more than 14[\s\S]*open a new session"),
         ({"seq": 14, "batch": 2}, ["seq"], r"no bucket is as large in all sizes at once"),
-        ({"sek": 14}, [], r"no size of the buckets of variants is called 'sek'"),
+        (
+            {"sek": 14},
+            [],
+            r"no size of the buckets of variants is called 'sek'[\s\S]*got: +sek[\s\S]*did you mean 'seq'",
+        ),
+        ({"seq": -1}, ["seq"], r"the size 'seq' of a request is none[\s\S]*got: +-1"),
+        ({"seq": "14"}, [], r"the size 'seq' of a request is none[\s\S]*got: +'14'"),
     ],
 )
 def test_a_miss_tells_its_reason_and_its_cost(

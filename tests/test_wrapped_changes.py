@@ -158,6 +158,20 @@ def test_adapters_are_switched_between_sessions_only(change: Callable[[Any], Non
     assert near(sharded(**call).sample, own(model, call))
 
 
+def test_dropout_is_refused_and_one_that_is_switched_on_is_told() -> None:
+    """CASES 15: ranks would draw other numbers each. Adapters come in train mode, whatever the model's is."""
+    model, call = model_of(), FAMILIES["wan"].call(True)
+    layer = model.blocks[1].attn1.to_q
+    model.blocks[1].attn1.to_q = torch.nn.Sequential(layer, torch.nn.Dropout(0.5))
+    with pytest.raises(StepgraphError, match=r"E620: blocks.1.attn1.to_q.1 drops numbers at random"):
+        wrapped(FAMILIES["wan"], model, 2)
+    sharded = wrapped(FAMILIES["wan"], model.eval(), 2)
+    assert near(sharded(**call).sample, own(model, call))
+    model.train()
+    with pytest.raises(StepgraphError, match=r"E609: the dropout of 'blocks.1.attn1.to_q.1' is not what"):
+        sharded(**call)
+
+
 # Layers whose own forward a plan does not call
 
 
@@ -225,6 +239,13 @@ def test_a_device_that_is_not_there() -> None:
         sharded(**tiny.call(True))
     with pytest.raises(StepgraphError, match="E601: no device 'tpu'"):
         stepgraph.wrap(model_of(), tiny.schedule, device="tpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"ranks": "2"}, {"ranks": 2.0}, {"most": "4"}])
+def test_numbers_that_are_none(change: dict[str, Any]) -> None:
+    ((name, value),) = change.items()
+    with pytest.raises(StepgraphError, match=rf"E620: a wrap can't take {name}={value!r}"):
+        stepgraph.wrap(model_of(), "wan_14b_u4", device="cpu", **change)
 
 
 def test_autocast_is_refused() -> None:

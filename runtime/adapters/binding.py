@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from stepgraph.planner.plan import Op, Plan, Run
 from stepgraph.planner.schedule import Schedule, read_schedule
 from stepgraph.planner.source import TreePath
 from stepgraph.runtime.adapters.layers import layer_facts
+from stepgraph.runtime.stage_call import laid_out
 
+T = TypeVar("T")
 StageFunction = Callable[..., Tensor | Sequence[Tensor]]
 """Takes a module and the op's operands; gives what the op makes."""
 Settings = Mapping[str, int | str]
@@ -42,7 +45,8 @@ class Binding:
     called with the module and with the op's operands in the schedule's order, each the rank's own share, with the
     shape that the schedule gives it: heads as (batch, rows, heads, head_dim). The module is that of the layer for an op
     of a block in ``blocks``, else the whole model. It returns a tensor for each result, or one tensor for all of them,
-    in any shape with the right number of elements. What an op that works in place returns is copied into its operands.
+    whose dimensions may be split or joined, but stand in no other order. What an op that works in place returns is
+    copied into its operands.
 
     ``sizes`` tells what a module has, by the paths of the schedule that must say the same, ``model.heads`` and
     ``model.head_dim`` among them; ``model.kv_heads`` is ``model.heads`` unless it is told. A schedule may leave out
@@ -67,7 +71,10 @@ class BoundStages:
             BindingError: E620 with every mismatch between the schedule and the module.
         """
         self.binding, self.model = binding, model
-        self.layers = {name: tuple(modules(model)) for name, modules in binding.blocks.items()}
+        self.layers = {
+            name: tuple(_told(binding, model, f"the layers of '{name}'", modules))
+            for name, modules in binding.blocks.items()
+        }
         self.numbers = _numbers(plans)
         problems = [*_wrong_stages(self, plans), *_wrong_sizes(self, plans[0]), *_not_stages(binding, compiled)]
         if problems:
@@ -116,11 +123,16 @@ class BoundStages:
             if changed:
                 for place, result in zip(changed, results, strict=True):
                     if result is not tensors[place]:
-                        tensors[place].copy_(result.reshape(tensors[place].shape))
+                        name = f"operand {place + 1}"
+                        tensors[place].copy_(laid_out(plan, run, name, result, tuple(tensors[place].shape)))
                 return []
             if len(results) > 1 and len(made) == 1:
                 buffer = program.buffers[made[0]]
-                boxes = [result.reshape(buffer.batch, buffer.rows, -1) for result in results]
+                rows = (buffer.batch, buffer.rows)
+                boxes = [
+                    laid_out(plan, run, buffer.name, result, (*rows, result.numel() // max(1, prod(rows))))
+                    for result in results
+                ]
                 return [torch.cat(boxes, dim=-1)]
             return results
 
@@ -131,6 +143,16 @@ class BoundStages:
         if op.layer is None or block not in self.layers:
             return self.model
         return self.layers[block][self.numbers[block].index(op.layer)]
+
+
+def _told(binding: Binding, model: Module, what: str, function: Callable[[Any], T]) -> T:
+    """What a function of a binding tells of a module. Raises BindingError E620 where it fails."""
+    try:
+        return function(model)
+    except Exception as error:
+        message = f"the binding {binding.name} can't tell {what} of the module, a {type(model).__name__}"
+        got = f"{type(error).__name__}: {error}"
+        raise BindingError([Diagnostic("E620", message, None, what, got)]) from error
 
 
 def _numbers(plans: Sequence[Plan]) -> dict[str, list[int]]:
@@ -169,6 +191,13 @@ def _wrong_stages(bound: BoundStages, plans: Sequence[Plan]) -> list[Diagnostic]
         for name in known
         if name not in ops and name not in bound.binding.optional
     ]
+    problems += [
+        Diagnostic(
+            "E620", f"the stage {name} of {binding} can't be called", None, "a function", type(function).__name__
+        )
+        for name, function in known.items()
+        if not callable(function)
+    ]
     return problems
 
 
@@ -188,7 +217,7 @@ def _wrong_sizes(bound: BoundStages, plan: Plan) -> list[Diagnostic]:
     module = f"the module, a {type(bound.model).__name__}"
     problems: list[Diagnostic] = []
 
-    def differs(what: str, path: TreePath, said: object, has: object) -> None:
+    def differs(what: str, path: TreePath, said: object, has: object, hint: str = "") -> None:
         place = schedule.tree.place(path) if schedule.tree.has(path) else None
         problems.append(
             Diagnostic(
@@ -197,14 +226,20 @@ def _wrong_sizes(bound: BoundStages, plan: Plan) -> list[Diagnostic]:
                 place,
                 f"{said}, in the schedule {plan.name}",
                 f"{has}, in {module}",
+                hint,
             )
         )
 
-    for block in bound.layers.keys() | bound.numbers.keys():
-        if block in bound.layers and len(bound.layers[block]) != len(bound.numbers.get(block, ())):
-            said = len(bound.numbers.get(block, ()))
-            differs(f"the number of layers of '{block}'", ("blocks", block), said, len(bound.layers[block]))
-    sizes = dict(bound.binding.sizes(bound.model))
+    for block, layers in bound.layers.items():
+        if block not in bound.numbers:
+            message = (
+                f"the binding {bound.binding.name} has layers of a block that the schedule {plan.name} does not run"
+            )
+            known = ", ".join(bound.numbers) or "no block"
+            problems.append(Diagnostic("E620", message, None, known, block, nearest(block, bound.numbers)))
+        elif len(layers) != len(bound.numbers[block]):
+            differs(f"the number of layers of '{block}'", ("blocks", block), len(bound.numbers[block]), len(layers))
+    sizes = dict(_told(bound.binding, bound.model, "the sizes", bound.binding.sizes))
     problems += [
         Diagnostic("E620", f"the binding {bound.binding.name} does not tell {path} of {module}", None, "it", "nothing")
         for path in NEEDED
@@ -219,7 +254,8 @@ def _wrong_sizes(bound: BoundStages, plan: Plan) -> list[Diagnostic]:
             message = f"the binding {bound.binding.name} tells a size that no schedule has: {path}"
             problems.append(Diagnostic("E620", message, None, expected, path))
         elif stated and stated != str(has):
-            differs(path, tuple(path.split(".")), stated, has)
+            hint = f"overrides={{'{path}': {has!r}}} sets it; stepgraph.settings_of(model) gives all for a known class"
+            differs(path, tuple(path.split(".")), stated, has, hint)
     if schedule.axis("tensor") > 1:
         problems.append(
             Diagnostic(

@@ -25,7 +25,7 @@ def draft(source: str, name: str) -> str:
         CapabilityError: E601 where diffusers is not installed. ScheduleError: E100 for a file that is no config.
     """
     path = Path(source) / "config.json" if source and Path(source).is_dir() else Path(source)
-    given = _read(path) if path.suffix == ".json" else {}
+    given = _read(path) if path.suffix == ".json" or "/" in source else {}
     module, _, kind = ("", "", str(given["_class_name"])) if given else source.rpartition(".")
     if importlib.util.find_spec("diffusers") is None:
         hint = "pip install 'stepgraph[diffusers]'"
@@ -50,7 +50,8 @@ def _read(path: Path) -> Config:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         got = error.strerror if isinstance(error, OSError) and error.strerror else "other text"
-        raise ScheduleError([Diagnostic("E100", f"{path} is no config", None, "JSON", got)]) from None
+        hint = "take the pipeline's folder `transformer`" if path.with_name("model_index.json").exists() else ""
+        raise ScheduleError([Diagnostic("E100", f"{path} is no config", None, "JSON", got, hint)]) from None
     if not isinstance(found, dict) or "_class_name" not in found:
         got = "one without" if isinstance(found, dict) else "other JSON"
         raise ScheduleError([Diagnostic("E100", f"{path} is no config", None, "a JSON object with _class_name", got)])

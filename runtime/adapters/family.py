@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import Module
 from stepgraph.planner.diagnostics import Diagnostic, StepgraphError, nearest
 from stepgraph.planner.schedule import Schedule, load_schedule, schedule_path
 from stepgraph.runtime.adapters.binding import Binding, BindingError, Settings
-from stepgraph.runtime.adapters.layers import has_hooks
+from stepgraph.runtime.adapters.layers import drops, has_hooks
 
 Config = Mapping[str, Any]
 """A model's config, as its JSON file holds it."""
@@ -171,13 +172,20 @@ def family_of(name: str, module: str) -> Family:
                     None,
                     f"one of {', '.join(FILES)} of diffusers",
                     f"{module}.{name}",
-                    INSTEAD.get(name) or nearest(name, FILES) or "docs/bindings.md shows how to write one",
+                    INSTEAD.get(name)
+                    or ("" if _is_real(name) else nearest(name, FILES))
+                    or "docs/bindings.md shows how to write one",
                 )
             ]
         )
     found = import_module(f"stepgraph.runtime.adapters.{FILES[name]}").FAMILY
     assert isinstance(found, Family)
     return found
+
+
+def _is_real(name: str) -> bool:
+    """Whether diffusers has a class of that name, which then is no misspelling of another."""
+    return find_spec("diffusers") is not None and name in dir(import_module("diffusers"))
 
 
 def family_of_model(model: Module) -> Family:
@@ -205,6 +213,8 @@ def _changes(model: Any, family: Family) -> Iterable[str]:
             yield f"{name or 'the module'} has a hook of diffusers (offloading, casting of weights, a cache)"
         elif type(part).__name__ in family.rewritten and _calls_more(part):
             yield f"{name or 'the module'} has hooks or another forward, and a plan calls its parts instead of it"
+        if drops(part):
+            yield f"{name} drops numbers at random, other ones on every rank: the module wants a call of eval()"
         processor = getattr(part, "processor", None)
         if processor is None:
             continue

@@ -17,6 +17,11 @@ def has_hooks(part: Module) -> bool:
     return bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own)
 
 
+def drops(part: Module) -> bool:
+    """Whether a call of ``part`` drops numbers at random."""
+    return part.training and bool(vars(part).get("p"))
+
+
 def layer_facts(model: Module) -> Iterable[tuple[str, Mapping[str, object]]]:
     """Of every layer, by name. Every step of a session asks."""
     for name, part in model.named_modules():
@@ -32,7 +37,7 @@ def _facts(part: Module) -> Mapping[str, object]:
     if processor is not None:
         facts["attention processor"] = processor
         facts["attention backend"] = getattr(processor, "_attention_backend", None)
-    if part.training and own.get("p"):
+    if drops(part):
         facts["dropout"] = own["p"]
     if "merged_adapters" in own:
         facts["adapters"] = {name: _copied(getattr(part, name, None)) for name in SWITCHES}
