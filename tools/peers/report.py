@@ -85,19 +85,17 @@ def run_all(ranks: int, rounds: int, steps: int, replays: int) -> PeerReport:
     Raises:
         StepgraphError: as ``Session`` does.
     """
-    checks: dict[str, dict[str, list[Checked]]] = {}
-    for shape in SHAPES:
-        for handshake in HANDSHAKES:
-            progress(f"{replays} replays, {shape.name}, {handshake}")
-            found = on_ranks(ranks, partial(check, shape, handshake, replays))
-            checks.setdefault(shape.name, {})[handshake] = found
-    every: list[Measured] = []
-    for shape in SHAPES:
-        progress(f"{rounds} x {steps} steps, {shape.name}")
-        every.append(_slowest(on_ranks(ranks, partial(measure, [shape], rounds, steps))))
+    progress(f"{replays} replays of each shape and handshake")
+    saw = on_ranks(ranks, partial(_check_all, replays))
+    checks = {
+        shape.name: {handshake: [one[shape.name, handshake] for one in saw] for handshake in HANDSHAKES}
+        for shape in SHAPES
+    }
+    progress(f"{rounds} x {steps} steps of each shape and way")
+    measured = _slowest(on_ranks(ranks, partial(measure, SHAPES, rounds, steps)))
     progress("a rank that is killed")
     loss = lose_one(ranks)
-    rows = [row for measured in every for row in _rows(measured)]
+    rows = _rows(measured)
     times = {(row.shape, row.way): row.ms for row in rows}
     beside = [
         Beside(
@@ -117,10 +115,17 @@ def run_all(ranks: int, rounds: int, steps: int, replays: int) -> PeerReport:
         checks=checks,
         rows=[row for row in rows if "gemm" not in row.way],
         beside=beside,
-        traces={shape: trace for measured in every for shape, trace in measured.traces.items()},
-        left_out={way: why for measured in every for way, why in measured.left_out.items()},
+        traces=measured.traces,
+        left_out=measured.left_out,
         loss=loss,
     )
+
+
+def _check_all(replays: int, rank: int) -> dict[tuple[str, str], Checked]:
+    """(shape, handshake) -> what this rank saw. Collective."""
+    return {
+        (shape.name, handshake): check(shape, handshake, replays, rank) for shape in SHAPES for handshake in HANDSHAKES
+    }
 
 
 def _slowest(ranks: Sequence[Measured]) -> Measured:
