@@ -214,7 +214,7 @@ class _Walk:
                     access,
                     f"{self.buffer(access)} is overwritten before it is read",
                     f"{name_in(self.order, late.step)} after {name_in(self.order, access.step)}",
-                    "before it, into the same bytes",
+                    f"before it, into {self.buffer(late)}, which shares {self.shared(late, access)}",
                     "place the two targets apart",
                 )
 
@@ -309,7 +309,7 @@ class _Walk:
             f"{name_in(self.order, a.step)}"
             for a, w in pairs
         ]
-        where = f"{self.buffer(one)} and {self.buffer(two)}, which share bytes" if apart else self.buffer(one)
+        where = self.buffer(one) + (f" and {self.buffer(two)}, which share {self.shared(one, two)}" if apart else "")
         self.note(
             code,
             two,
@@ -319,6 +319,12 @@ class _Walk:
             self.hint(one, one_writes, two),
             one,
         )
+
+    def shared(self, one: _Access, two: _Access) -> str:
+        """The bytes of the arena that two targets have in common."""
+        found = [self.plan(access).targets[access.place[1]] for access in (one, two)]
+        first, end = max(t.offset for t in found), min(t.offset + t.nbytes for t in found)
+        return f"bytes {first} to {end} of the arena"
 
     def hint(self, one: _Access, one_writes: bool, two: _Access) -> str:
         if one.step.rank == two.step.rank:
