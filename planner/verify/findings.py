@@ -89,11 +89,11 @@ def place(plan: Plan, step: Step) -> Place | None:
 
 def _beside(plan: Plan, step: Step) -> int | None:
     """The op that an instruction without one is there for: the last one that touches what is dropped, the next one on
-    a stream that waits for an event, else the last one."""
+    a stream that waits for an event, else the last one; or the nearest the other way."""
     program = plan.ranks[step.rank]
     item, before = program.instructions[step.number], range(step.number - 1, -1, -1)
-    behind = range(step.number + 1, len(program.instructions)) if isinstance(item, WaitEvent) else ()
-    for number in (*behind, *before):
+    behind = range(step.number + 1, len(program.instructions))
+    for number in (*behind, *before) if isinstance(item, WaitEvent) else (*before, *behind):
         other = program.instructions[number]
         op = op_of(plan, other)
         fits = item.buffer in _touched(program, other) if isinstance(item, Drop) else other.stream == item.stream
