@@ -205,13 +205,14 @@ CODES: dict[str, Entry] = {
     "E306": Entry(
         "data overwritten before it is read",
         "Two targets share bytes, and one is written while the other still holds what is to be read; or a later op has "
-        "written over what a reader's operand names.",
+        "written over what a reader's operand names; or an op writes a state that it does not name.",
         "Place the two targets apart, as the planner does, and keep the order in which ops need one another.",
     ),
     "E307": Entry(
         "data read before it is written",
         "A read of memory, other than that of a state, that nothing has written in the same replay, or not yet the op "
-        "that the reader's operand names; or sends of an op that fill a part of their target.",
+        "that the reader's operand names; or sends of an op that fill a part of their target; or a state that "
+        "the reader does not name, or that no version writes.",
         "Send, load or compute every part of it before.",
     ),
     "E308": Entry(

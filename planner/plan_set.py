@@ -246,6 +246,9 @@ def loads(text: str, edited: bool = False) -> PlanSet:
 def _check(plans: PlanSet) -> str:
     """What keeps plans from being a set; empty where nothing does."""
     names = [rule.name for rule in plans.variants]
+    versions = plans.versions()
+    if len(versions) < len(plans.plans) or "" in (*names, *(entry.name for entry in plans.buckets)):
+        return "two versions have one name, or one has none"
     expected = [(v, b) for v in names or [""] for b in [entry.name for entry in plans.buckets] or [""]]
     if [(plan.source.variant, plan.source.bucket) for plan in plans.plans] != expected:
         return "there is not one plan for each variant and bucket, in order"

@@ -93,6 +93,22 @@ def moved_right(
 ) -> bool:
     """Whether ``got``, in which ``moved`` has ended on ``rank``, is what the group sent, bit for bit. ``sent`` has the
     whole source of each member that sent anything: one without rows sends nothing."""
+    try:
+        return _moved_right(plan, exchange, rank, moved, ends, sent, got, sources_of)
+    except (IndexError, RuntimeError, ZeroDivisionError):
+        return False  # copies of an edited plan may go where their shapes make no whole
+
+
+def _moved_right(
+    plan: Plan,
+    exchange: int,
+    rank: int,
+    moved: Moved,
+    ends: Mapping[tuple[int, int], Mapping[Moved, int]],
+    sent: Mapping[int, Tensor],
+    got: Tensor,
+    sources_of: Mapping[int, Mapping[int, int]],
+) -> bool:
     group = plan.groups[plan.exchanges[exchange].group]
     buffer = ends[exchange, rank][moved]
     first = _first_row(plan, moved[0])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from stepgraph.planner.diagnostics import StepgraphError
-from stepgraph.planner.plan import Plan, WaitEvent, dumps
+from stepgraph.planner.plan import Drop, Plan, WaitEvent, dumps
 from stepgraph.planner.verify.proof import prove
 from stepgraph.runtime.interleave import Interleaving, interleaving_of, load_interleaving
 from stepgraph.runtime.interleave import dumps as interleaving_text
@@ -78,6 +78,22 @@ def without_one_edge(plan: Plan) -> Plan:
     items = plan.ranks[1].instructions
     number = [n for n, item in enumerate(items) if isinstance(item, WaitEvent)][3]
     return with_program(plan, 1, items[:number] + items[number + 1 :])
+
+
+def test_a_drop_on_another_stream_is_shown_by_who_reads_after_it() -> None:
+    """It may come before the tensor is made too, and then nobody notices."""
+    plan, seen = plan_of("quickstart"), Counter[str]()
+    items = plan.ranks[1].instructions
+    for number, item in enumerate(items):
+        if isinstance(item, Drop):
+            other = replace(item, stream=1 - item.stream)
+            moved = with_program(plan, 1, [*items[:number], other, *items[number + 1 :]])
+            proof = prove(moved)
+            assert {finding.code for finding in proof.findings} >= {"E304"}
+            for found in proof.counterexamples[:1]:
+                seen[shown(moved, interleaving_of(moved, found))] += 1
+    assert set(seen) == {"wrong data"}
+    assert seen["wrong data"] > 5
 
 
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

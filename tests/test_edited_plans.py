@@ -166,6 +166,29 @@ def test_a_schedule_that_is_not_the_plans(tmp_path: Path, capsys: pytest.Capture
         assert "E156: quickstart does not fit the schedule that it carries" in capsys.readouterr().err
 
 
+def test_copies_that_make_no_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Copies that go to a target of another shape are wrong data for a run, and no error of ours."""
+
+    def sent_to(plan: Any, op: int, to: int) -> None:
+        for rank in plan["ranks"]:
+            for item in rank["instructions"]:
+                if item["do"] == "send" and item["op"] == op:
+                    item["target"] = to
+
+    whole = dumps(small_plan("quickstart", **{**SIZES, "model__hidden": "8", "model__heads": "4"}))
+    plan, file, ran = json.loads(whole)["plan"], tmp_path / "edited.plan", 0
+    for op in sorted({item["op"] for item in plan["ranks"][0]["instructions"] if item["do"] == "send"}):
+        for to in range(len(plan["targets"])):
+            document = json.loads(whole)
+            sent_to(document["plan"], op, to)
+            file.write_text(json.dumps(document))
+            if run(["verify", str(file), "--edited"]) == 1 and "E154" not in capsys.readouterr().err:
+                assert run(["run", str(file), "--edited", "--device", "cpu", "--steps", "2"]) == 1
+                assert "internal error" not in capsys.readouterr().err
+                ran += 1
+    assert ran > 5
+
+
 @pytest.mark.parametrize("name", ["quickstart", "set"])
 def test_no_command_ends_in_an_internal_error(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert internal_errors(name, 8 if name == "set" else 30, 1, tmp_path, capsys) == []

@@ -192,6 +192,23 @@ def test_file_of_a_set(plans: PlanSet, tmp_path: Path) -> None:
         sets.load_plan_set(tmp_path / "none")
 
 
+@pytest.mark.parametrize(("first", "second"), [("full", "full"), ("", "full"), ("full/a", "full")])
+def test_every_version_has_a_name_of_its_own(plans: PlanSet, first: str, second: str) -> None:
+    """Two of one name would be proven as one, and the other one run."""
+    names, bucket = (first, second), plans.plans[0].source.bucket
+    pairs = {("full/a", bucket): f"{bucket}", ("full", bucket): f"a/{bucket}"} if "/" in first else {}
+    buckets = tuple(dict.fromkeys(pairs.values())) or (bucket,)
+    versions = tuple(
+        replace(plans.plans[0], source=replace(plans.plans[0].source, variant=name, bucket=one))
+        for name in names
+        for one in buckets
+    )
+    rules = tuple(sets.VariantRule(name, ()) for name in names)
+    found = sets.PlanSet("twice", rules, tuple(sets.BucketSizes(one, ()) for one in buckets), versions)
+    with pytest.raises(PlanError, match=r"E154[\s\S]*two versions have one name, or one has none"):
+        sets.loads(sets.dumps(found))
+
+
 # What an author can get wrong
 
 

@@ -10,9 +10,11 @@ from torch import Tensor
 from stepgraph.kernels.unsharded import Unsharded
 from stepgraph.planner.compile import check_schedules, compile_set
 from stepgraph.planner.diagnostics import ScheduleError
-from stepgraph.planner.plan import Reset, Signal, Wait
+from stepgraph.planner.plan import Reset, Run, Signal, Wait
+from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.plan_set import PlanSet, dumps, loads
 from stepgraph.planner.schedule import Schedule, read_schedule
+from stepgraph.planner.verify.proof import prove
 from stepgraph.planner.verify.succession import prove_set
 from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.mutate import with_program
@@ -210,6 +212,52 @@ def test_what_would_overwrite_a_state_of_another_version_is_refused() -> None:
     found = replace(plans, plans=tuple(moved if plan is cached else plan for plan in plans.plans))
     proof = prove_set(found.versions(), found.follows())
     assert {finding.code for finding in proof.successions} == {"E306"}
+
+
+def test_a_state_that_no_version_writes_is_refused() -> None:
+    """As under another name than the one in which it is left: it stays zero."""
+    plans = compile_set(schedule())
+    cached = plans.plan("cached", "second")
+    states = tuple(replace(state, name=f"other_{state.name}") for state in cached.states)
+    renamed = replace(cached, states=states)
+    found = replace(plans, plans=tuple(renamed if plan is cached else plan for plan in plans.plans))
+    proof = prove_set(found.versions(), found.follows())
+    assert [finding.code for finding in proof.findings if "no version writes it" in finding.message] == ["E307"]
+    told = next(finding for finding in proof.findings if "no version writes it" in finding.message)
+    assert "cached/second reads the state other_middle" in told.message
+    assert "rank 0, stream" in told.got
+    assert told.place is not None
+    assert "residual: {in: [x, middle], out: x}" in told.place.text
+
+
+@pytest.mark.parametrize(
+    ("version", "op", "field", "code", "message"),
+    [
+        ("look", "peek.attention", "inputs", "E307", "rank 1 reads kcache[0] in peek.attention[0]"),
+        ("full", "step.keep", "outputs", "E306", "rank 1 writes steps in step.keep"),
+    ],
+)
+def test_a_state_that_is_taken_for_another(version: str, op: str, field: str, code: str, message: str) -> None:
+    """Nothing in a step tells who has left what is in a state; its name does."""
+    plan = compile_set(schedule()).plan(version, "first")
+    program = plan.ranks[1]
+    number = next(n for n, i in enumerate(program.instructions) if isinstance(i, Run) and plan.ops[i.op].name == op)
+    item = program.instructions[number]
+    assert isinstance(item, Run)
+    if field == "inputs":
+        changed = replace(item, inputs=(item.inputs[0], item.inputs[1], item.inputs[1]))
+    else:
+        (made,) = (program.views[view] for view in item.outputs)
+        steps = next(state.buffer for state in plan.states if state.name == "steps")
+        program = replace(program, views=(*program.views, replace(made, buffer=steps)))
+        changed = replace(item, outputs=(len(program.views) - 1,))
+    ranks = (plan.ranks[0], replace(program, instructions=(*program.instructions[:number], changed,
+                                                            *program.instructions[number + 1 :])))  # fmt: skip
+    edited = replace(plan, ranks=ranks)
+    assert check_plan(edited) is None
+    told = [finding for finding in prove(edited).findings if finding.message.startswith(message)]
+    assert [finding.code for finding in told] == [code]
+    assert told[0].place is not None
 
 
 def codes(text: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Every rule of the verifier has a plan that breaks it, and gets that code and no other."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from stepgraph.planner.plan import (
 from stepgraph.planner.schedule import read_schedule
 from stepgraph.planner.verify.findings import CODES
 from stepgraph.planner.verify.proof import prove
-from stepgraph.runtime.mutate import with_program
+from stepgraph.runtime.mutate import KINDS, mutants, with_program
 
 from support.mutate import PLANTED, fault_of
 from support.sizes import SHIPPED, small_plan
@@ -368,3 +369,16 @@ def test_a_send_that_nobody_makes() -> None:
     assert all("of rank 2" in finding.message for finding in found)
     assert any("is read before it is written" in finding.message for finding in found)
     assert any("does not fill" in finding.message for finding in found)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "minimax_h3_tp2_u2"])
+def test_every_refusal_tells_its_line_and_a_hint(name: str) -> None:
+    told = Counter[str]()
+    for mutant in mutants(small_plan(name, mesh__ulysses="2", model__layers="1"), 8 * len(KINDS), seed=5):
+        for found in prove(mutant.plan).findings:
+            told[found.code] += 1
+            assert found.place is not None, (mutant.what, found)
+            assert found.place.text.strip(), (mutant.what, found)
+            assert found.hint, (mutant.what, found)
+            assert "rank" in found.render() or found.code in ("E308", "E407"), (mutant.what, found)
+    assert len(told) > 10

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -55,18 +55,26 @@ class SetCounterexample:
 
 
 def counterexample(order: Order, finding: Unordered) -> Counterexample:
-    """Everything that the second instruction has to wait for, in an order that keeps all edges, and then itself: the
-    first is not among it."""
-    second = finding.second
-    clock = order.clocks[order.clock[second.rank][order.at(second)]]
-    own, start = order.chain(second), order.started[second.rank][order.at(second)]
+    """Everything that either instruction has to wait for, in an order that keeps all edges, and then the second: the
+    first has all that it needs, and is not among it."""
+    first, second = finding.first, finding.second
+    needed = [_needed(order, second)]
+    if not order.before(second, first):
+        needed.append(_needed(order, first))
+    steps = [*(step for step in order.sequence if any(needs(step) for needs in needed)), second]
+    return Counterexample(finding, turns_of(order, steps))
+
+
+def _needed(order: Order, wanted: Step) -> Callable[[Step], bool]:
+    """Whether an instruction has to run, or start, before one may."""
+    clock = order.clocks[order.clock[wanted.rank][order.at(wanted)]]
+    own, start = order.chain(wanted), order.started[wanted.rank][order.at(wanted)]
 
     def comes_first(step: Step) -> bool:
         chain, position = order.chain(step), order.started[step.rank][order.at(step)]
         return position < start if chain == own else position <= clock[chain]
 
-    steps = [*(step for step in order.sequence if comes_first(step)), second]
-    return Counterexample(finding, turns_of(order, steps))
+    return comes_first
 
 
 def turns_of(order: Order, steps: Iterable[Step]) -> tuple[Turn, ...]:

@@ -28,10 +28,11 @@ def _first_chunks(plan: Plan) -> list[int]:
 def coverage(plan: Plan) -> Iterator[Diagnostic]:
     """E308 for an op that nobody carries out, or a rank does twice, or does not where it leaves a state; and E307 for a
     target that an op's sends fill in part: of a state, from the op's row `at` on, as many rows as are sent; and E306
-    where parts meet."""
+    where parts meet. Either for a state that is taken for another."""
     yield from _undone(plan)
     yield from _unfilled(plan)
     yield from _overlapping(plan)
+    yield from _other_states(plan)
 
 
 def _undone(plan: Plan) -> Iterator[Diagnostic]:
@@ -162,6 +163,32 @@ def _overlapping(plan: Plan) -> Iterator[Diagnostic]:
                         "two that meet",
                         "lay every part down beside the others",
                     )
+
+
+def _other_states(plan: Plan) -> Iterator[Diagnostic]:
+    """An op reads and writes the states that it names: nothing in a step tells who has left what is in one."""
+    names = {state.buffer: state.name.partition("[")[0].partition("@")[0] for state in plan.states}
+    for rank, program in enumerate(plan.ranks if names else ()):
+        for item in program.instructions:
+            if not isinstance(item, Run | Send | Store):
+                continue
+            op, views = plan.ops[item.op], program.views
+            inputs = item.inputs if isinstance(item, Run) else (item.source if isinstance(item, Send) else item.view,)
+            into = [views[view].buffer for view in item.outputs] if isinstance(item, Run) else []
+            into += [item.target] if isinstance(item, Send) else []
+            for view, operand in zip(inputs, op.inputs, strict=False):
+                if names.get(views[view].buffer, operand.name) != operand.name:
+                    other = program.buffers[views[view].buffer].name
+                    yield _other_state(plan, item.op, "E307", f"rank {rank} reads {other}", operand.name)
+            for buffer in into:
+                if op.outputs and names.get(buffer, op.outputs[0]) not in op.outputs:
+                    other = program.buffers[buffer].name
+                    yield _other_state(plan, item.op, "E306", f"rank {rank} writes {other}", ", ".join(op.outputs))
+
+
+def _other_state(plan: Plan, op: int, code: str, what: str, named: str) -> Diagnostic:
+    message = f"{what} in {plan.ops[op].label}, which names another tensor"
+    return Diagnostic(code, message, place_of_op(plan, op), named, "this state", "let it take the one that it names")
 
 
 def _rows_made(plan: Plan) -> dict[tuple[int, int], dict[int, int]]:

@@ -60,6 +60,7 @@ def events(plan: Plan, ranks: Iterable[int]) -> Iterator[Diagnostic]:
                     place(plan, step),
                     "a record before the wait, in the order of issue",
                     name(plan, step),
+                    "record the event first, on the stream that is waited for",
                 )
             if isinstance(item, WaitEvent) and recorded.get(item.event) in entered:
                 entered.add(item.stream)
@@ -150,7 +151,7 @@ def spans(plan: Plan, parts: Parts) -> Iterator[Diagnostic]:
                 yield Diagnostic(
                     "E406",
                     f"rank {rank} does not take its part in {exchange.name}",
-                    None,
+                    place_of_op(plan, exchange.op),
                     want,
                     ", ".join(item.do for item in items) or "nothing",
                     "every member of the group takes part, with or without a share",
@@ -189,7 +190,7 @@ def exchange_order(
                 yield Diagnostic(
                     "E403",
                     f"ranks {rank} and {other} have exchanges in different orders",
-                    None,
+                    place_of_op(plan, plan.exchanges[mine[at]].op),
                     f"{plan.exchanges[mine[at]].name} next on both",
                     f"{plan.exchanges[theirs[at]].name} on rank {other}",
                     "issue exchanges in one order on all ranks",

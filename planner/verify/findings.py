@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stepgraph.planner.diagnostics import Diagnostic, Place
-from stepgraph.planner.plan import Instruction, Plan
+from stepgraph.planner.plan import (
+    Collective,
+    Drop,
+    Instruction,
+    Load,
+    Plan,
+    RankProgram,
+    Run,
+    Send,
+    Store,
+    WaitEvent,
+)
 from stepgraph.planner.verify.counterexample import Unordered
 from stepgraph.planner.verify.order import Order, Step
 
@@ -70,9 +81,40 @@ def name_in(order: Order, step: Step) -> str:
 
 
 def place(plan: Plan, step: Step) -> Place | None:
-    """The line of the schedule that an instruction comes from."""
+    """The line of the schedule that an instruction comes from, or the one that it is there for."""
     op = op_of(plan, plan.ranks[step.rank].instructions[step.number])
+    op = _beside(plan, step) if op is None else op
     return None if op is None else place_of_op(plan, op)
+
+
+def _beside(plan: Plan, step: Step) -> int | None:
+    """The op that an instruction without one is there for: the last one that touches what is dropped, the next one on
+    a stream that waits for an event, else the last one; or the nearest the other way."""
+    program = plan.ranks[step.rank]
+    item, before = program.instructions[step.number], range(step.number - 1, -1, -1)
+    behind = range(step.number + 1, len(program.instructions))
+    for number in (*behind, *before) if isinstance(item, WaitEvent) else (*before, *behind):
+        other = program.instructions[number]
+        op = op_of(plan, other)
+        fits = item.buffer in _touched(program, other) if isinstance(item, Drop) else other.stream == item.stream
+        if op is not None and fits:
+            return op
+    return None
+
+
+def _touched(program: RankProgram, item: Instruction) -> set[int]:
+    """The buffers of its own rank that an instruction reads or writes."""
+    views: tuple[int, ...] = ()
+    match item:
+        case Run():
+            views = (*item.inputs, *item.outputs)
+        case Load() | Store():
+            views = (item.view,)
+        case Send():
+            views = (item.source,)
+        case Collective():
+            views = tuple(part.view for part in (*item.outgoing, *item.incoming))
+    return {program.views[view].buffer for view in views}
 
 
 def place_of_op(plan: Plan, op: int) -> Place:

@@ -135,7 +135,9 @@ class _Walk:
         self.stored: dict[int, _Access] = {}
         """Of each cell, where it was handed out last."""
         self.found: list[Diagnostic | Unordered] = []
-        self.counts: Counter[tuple[str, int, int]] = Counter()
+        self.unseen: list[Unordered] = []
+        """Missing orders of two writes, which come behind those that a read makes known: a run may not show them."""
+        self.counts: Counter[tuple[str, int, int, bool]] = Counter()
         self.total = 0
 
     def run(self) -> None:
@@ -153,6 +155,7 @@ class _Walk:
                 access = _Access(step, chain, position, time, where, makers)
                 for cell in cells:
                     self.touch(cell, access, writes, clock)
+        self.found += self.unseen
 
     def touch(self, cell: int, access: _Access, writes: bool, clock: Sequence[int]) -> None:
         chain, others = access.chain, self.overlaps.get(cell, ())
@@ -181,7 +184,8 @@ class _Walk:
         if last is not None and ordered and self.is_target(access) and self.state(access) is None:
             self.unread(cell, last, access)
         self.reads[cell].clear()
-        self.written[cell] = access
+        if last is None or ordered or not isinstance(self.order.item(last.step), Drop):
+            self.written[cell] = access  # else a drop may come behind this, and what reads it is to be told of that
 
     def fresh(self, cell: int, last: _Access | None, access: _Access, others: tuple[int, ...]) -> None:
         """What is read was written in this replay, or is of a state that it leaves alone before, and was not replaced
@@ -214,7 +218,7 @@ class _Walk:
                     access,
                     f"{self.buffer(access)} is overwritten before it is read",
                     f"{name_in(self.order, late.step)} after {name_in(self.order, access.step)}",
-                    "before it, into the same bytes",
+                    f"before it, into {self.buffer(late)}, which shares {self.shared(late, access)}",
                     "place the two targets apart",
                 )
 
@@ -309,7 +313,7 @@ class _Walk:
             f"{name_in(self.order, a.step)}"
             for a, w in pairs
         ]
-        where = f"{self.buffer(one)} and {self.buffer(two)}, which share bytes" if apart else self.buffer(one)
+        where = self.buffer(one) + (f" and {self.buffer(two)}, which share {self.shared(one, two)}" if apart else "")
         self.note(
             code,
             two,
@@ -318,7 +322,14 @@ class _Walk:
             "none: the second can run before the first",
             self.hint(one, one_writes, two),
             one,
+            one_writes and two_writes,
         )
+
+    def shared(self, one: _Access, two: _Access) -> str:
+        """The bytes of the arena that two targets have in common."""
+        found = [self.plan(access).targets[access.place[1]] for access in (one, two)]
+        first, end = max(t.offset for t in found), min(t.offset + t.nbytes for t in found)
+        return f"bytes {first} to {end} of the arena"
 
     def hint(self, one: _Access, one_writes: bool, two: _Access) -> str:
         if one.step.rank == two.step.rank:
@@ -339,14 +350,25 @@ class _Walk:
         return f"{self.plan(access).ranks[owner].buffers[number].name} of rank {owner}"
 
     def note(
-        self, code: str, at: _Access, message: str, expected: str, got: str, hint: str, other: _Access | None = None
+        self,
+        code: str,
+        at: _Access,
+        message: str,
+        expected: str,
+        got: str,
+        hint: str,
+        other: _Access | None = None,
+        unseen: bool = False,
     ) -> None:
         owner, number, _ = at.place
-        self.counts[code, owner, number] += 1
-        if self.counts[code, owner, number] <= MAX_FINDINGS:
+        self.counts[code, owner, number, unseen] += 1
+        if self.counts[code, owner, number, unseen] <= MAX_FINDINGS:
             where = place(self.plan(at), at.step) or (place(self.plan(other), other.step) if other else None)
             found = Diagnostic(code, message, where, expected, got, hint)
-            self.found.append(Unordered(found, other.step, at.step) if other else found)
+            if other is None:
+                self.found.append(found)
+            else:
+                (self.unseen if unseen else self.found).append(Unordered(found, other.step, at.step))
 
 
 def _words(region: Region) -> str:

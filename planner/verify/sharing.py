@@ -9,9 +9,10 @@ from itertools import combinations
 from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import Plan, Wait
 from stepgraph.planner.verify.counterexample import SetCounterexample, Unordered, counterexample
-from stepgraph.planner.verify.findings import name_in
-from stepgraph.planner.verify.order import Order, order_of
-from stepgraph.planner.verify.races import races
+from stepgraph.planner.verify.findings import name as name_of
+from stepgraph.planner.verify.findings import name_in, place
+from stepgraph.planner.verify.order import Order, Step, order_of
+from stepgraph.planner.verify.races import accesses, races
 from stepgraph.planner.verify.words import Uses, Word, is_epoch
 
 Follows = Mapping[str, tuple[str, ...]]
@@ -98,6 +99,33 @@ def shared_states(plans: Mapping[str, Plan], follows: Follows) -> Iterator[Told]
                         holders = [who for who, p in plans.items() if any(s.name == state.name for s in p.states)]
                         yield finding, _overwritten(other, holders, plans, follows)
                         return
+
+
+def unwritten_states(plans: Mapping[str, Plan]) -> Iterator[Told]:
+    """A state that some version reads is left by some version."""
+    read: dict[str, tuple[str, Step]] = {}
+    """By state: a version, and what reads it there."""
+    written: set[str] = set()
+    for version, plan in plans.items():
+        states = {state.buffer: state.name for state in plan.states}
+        for rank, program in enumerate(plan.ranks if states else ()):
+            for number, item in enumerate(program.instructions):
+                for (_, buffer, _), writes in accesses(plan, rank, item):
+                    if buffer in states and writes:
+                        written.add(states[buffer])
+                    elif buffer in states:
+                        read.setdefault(states[buffer], (version, Step(rank, 0, number)))
+    for state in sorted(read.keys() - written):
+        version, step = read[state]
+        finding = Diagnostic(
+            "E307",
+            f"{version} reads the state {state}, and no version writes it",
+            place(plans[version], step),
+            f"a write of {state} in some version",
+            f"{name_of(plans[version], step, version)}, and no write",
+            "give a state one name in all versions, and let one of them leave it",
+        )
+        yield finding, None
 
 
 def _overwritten(

@@ -24,7 +24,7 @@ from stepgraph.planner.verify.findings import first_of_each
 from stepgraph.planner.verify.order import Order, order_of
 from stepgraph.planner.verify.proof import Proof, collector_paused, examine
 from stepgraph.planner.verify.races import accesses, races
-from stepgraph.planner.verify.sharing import Follows, Told, shared_epochs, shared_states, shown_by
+from stepgraph.planner.verify.sharing import Follows, Told, shared_epochs, shared_states, shown_by, unwritten_states
 from stepgraph.planner.verify.words import Uses, uses_of, words_of_many
 
 
@@ -125,7 +125,7 @@ def prove_set(plans: Mapping[str, Plan], follows: Follows) -> SetProof:
     sound = {name: plans[name] for name in reach}
     uses = {id(plan): uses_of(plan) for plan in sound.values()}
     among = {two: tuple(one for one in follows.get(two, ()) if one in sound) for two in sound}
-    found = [*shared_epochs(sound, uses, among), *shared_states(sound, among)]
+    found = [*shared_epochs(sound, uses, among), *shared_states(sound, among), *unwritten_states(plans)]
     shared = {
         name
         for one, two in combinations(sound, 2)
