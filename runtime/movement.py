@@ -116,7 +116,7 @@ def _moved_right(
     # Nothing is sent to a member that ends with none.
     numbers = [ends[exchange, member].get(moved, buffer) if (exchange, member) in ends else buffer for member in group]
     boxes = [plan.ranks[member].buffers[number] for member, number in zip(group, numbers, strict=True)]
-    if not sources:
+    if not sources or rank not in group:
         return False
     kind, me = plan.ops[moved[0]].kind, group.index(rank)
     chunk = _chunk(plan.ops[moved[0]])

@@ -189,6 +189,16 @@ def test_copies_that_make_no_whole(tmp_path: Path, capsys: pytest.CaptureFixture
     assert ran > 5
 
 
+def test_an_exchange_of_a_group_without_the_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def other_group(plan: Any) -> None:
+        plan["exchanges"][0]["group"] = 2  # along the tensor axis
+
+    file = edit(tmp_path, "minimax_h3_tp2_u2", other_group)
+    assert run(["verify", file, "--edited"]) == 1
+    assert run(["run", file, "--edited", "--device", "cpu", "--steps", "1"]) == 1
+    assert "internal error" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["quickstart", "set"])
 def test_no_command_ends_in_an_internal_error(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert internal_errors(name, 8 if name == "set" else 30, 1, tmp_path, capsys) == []
