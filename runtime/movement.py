@@ -94,47 +94,36 @@ def moved_right(
     """Whether ``got``, in which ``moved`` has ended on ``rank``, is what the group sent, bit for bit. ``sent`` has the
     whole source of each member that sent anything: one without rows sends nothing."""
     try:
-        return _moved_right(plan, exchange, rank, moved, ends, sent, got, sources_of)
+        group = plan.groups[plan.exchanges[exchange].group]
+        buffer = ends[exchange, rank][moved]
+        first = _first_row(plan, moved[0])
+        sources = [sent[member] for member in group if member in sent]
+        # Nothing is sent to a member that ends with none.
+        numbers = [
+            ends[exchange, member].get(moved, buffer) if (exchange, member) in ends else buffer for member in group
+        ]
+        boxes = [plan.ranks[member].buffers[number] for member, number in zip(group, numbers, strict=True)]
+        if not sources or rank not in group:
+            return False
+        kind, me = plan.ops[moved[0]].kind, group.index(rank)
+        chunk = _chunk(plan.ops[moved[0]])
+        if chunk is None or (kind == "gather" and moved[0] not in sources_of):
+            want = assemble(kind, sources, boxes, me)
+            if buffer in plan.state_buffers:  # whose other rows are not of this op
+                got = got[:, first : first + want.shape[1]]
+        else:
+            slots = _slots(plan, moved, group, ends, sources_of)
+            if slots is None:
+                return False
+            if kind == "send":
+                joined = torch.cat(sources, dim=1)
+                want = _columns(joined, slots, me, chunk[0])
+            else:  # a copied gather: one target for all chunks
+                want = assemble(kind, sources, boxes, me)
+                got = torch.cat([_columns(got, slots, member, chunk[0]) for member in range(len(group))], dim=2)
+        return want.shape == got.shape and torch.equal(bits(got), bits(want))
     except (IndexError, RuntimeError, ZeroDivisionError):
         return False  # copies of an edited plan may go where their shapes make no whole
-
-
-def _moved_right(
-    plan: Plan,
-    exchange: int,
-    rank: int,
-    moved: Moved,
-    ends: Mapping[tuple[int, int], Mapping[Moved, int]],
-    sent: Mapping[int, Tensor],
-    got: Tensor,
-    sources_of: Mapping[int, Mapping[int, int]],
-) -> bool:
-    group = plan.groups[plan.exchanges[exchange].group]
-    buffer = ends[exchange, rank][moved]
-    first = _first_row(plan, moved[0])
-    sources = [sent[member] for member in group if member in sent]
-    # Nothing is sent to a member that ends with none.
-    numbers = [ends[exchange, member].get(moved, buffer) if (exchange, member) in ends else buffer for member in group]
-    boxes = [plan.ranks[member].buffers[number] for member, number in zip(group, numbers, strict=True)]
-    if not sources or rank not in group:
-        return False
-    kind, me = plan.ops[moved[0]].kind, group.index(rank)
-    chunk = _chunk(plan.ops[moved[0]])
-    if chunk is None or (kind == "gather" and moved[0] not in sources_of):
-        want = assemble(kind, sources, boxes, me)
-        if buffer in plan.state_buffers:  # whose other rows are not of this op
-            got = got[:, first : first + want.shape[1]]
-    else:
-        slots = _slots(plan, moved, group, ends, sources_of)
-        if slots is None:
-            return False
-        if kind == "send":
-            joined = torch.cat(sources, dim=1)
-            want = _columns(joined, slots, me, chunk[0])
-        else:  # a copied gather: one target for all chunks
-            want = assemble(kind, sources, boxes, me)
-            got = torch.cat([_columns(got, slots, member, chunk[0]) for member in range(len(group))], dim=2)
-    return want.shape == got.shape and torch.equal(bits(got), bits(want))
 
 
 def _slots(

@@ -14,9 +14,8 @@ from torch import Tensor
 from stepgraph.kernels.stages import Stage
 from stepgraph.planner.plan import Plan, Run
 from stepgraph.planner.shares import balanced
-from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.session import Session
-from stepgraph.tools.peers.exchange import HEAD_DIM, FixedStages, Shape, exchanging
+from stepgraph.tools.peers.exchange import HEAD_DIM, FixedStages, Shape, exchanging, step_of
 
 LAYERS = 3
 LATE = 0.1
@@ -92,8 +91,7 @@ def check(shape: Shape, handshake: str, replays: int, rank: int) -> Checked:
     with torch.inference_mode(False), torch.no_grad():
         stages = CheckedStages(plan, shape, rank, device)
         with Session(plan, device="cuda", stages=stages) as session:
-            step, facts = session.capture(outputs="view"), session.facts
-            inputs = {name: tensor.to(device) for name, tensor in random_inputs(plan, 0).items()}
+            step, facts = step_of(session), session.facts
             torch.cuda.synchronize()
             dist.barrier()
             stages.wrong.zero_()
@@ -101,10 +99,10 @@ def check(shape: Shape, handshake: str, replays: int, rank: int) -> Checked:
                 if delays.random() < LATE:
                     time.sleep(delays.random() * LONGEST)
                 stages.replay.fill_(number % APART)
-                step(**inputs)
+                step()
             wrong = int(stages.wrong)
             dist.barrier()
             stages.replay.fill_(8 * rank)
-            step(**inputs)
+            step()
             noticed = int(stages.wrong) - wrong == 3 * LAYERS or len(stages.sources) == 1
     return Checked(replays, replays * LAYERS, wrong, noticed, facts.transport, facts.eager_because)

@@ -17,7 +17,7 @@ from stepgraph.planner.compile import compile_schedule
 from stepgraph.planner.plan import Plan, Run, Send
 from stepgraph.planner.schedule import read_schedule
 from stepgraph.runtime.inputs import random_inputs
-from stepgraph.runtime.session import CapturedStep, Session
+from stepgraph.runtime.session import Session
 from stepgraph.runtime.transport.collective import on_host
 
 LAYERS = 32
@@ -31,13 +31,13 @@ TRACED = 3
 SCHEDULE = """
 version: 1
 name: exchange
-model: {layers: LAYERS, hidden: 128, heads: HEADS, head_dim: HEAD_DIM, ffn: 128, dtype: bfloat16}
-mesh: {ulysses: ULYSSES, tensor: TENSOR}
-shape: {batch: 1, seq: SEQ}
+model: {layers: 1, hidden: 128, heads: 1, head_dim: 128, ffn: 128, dtype: bfloat16}
+mesh: {ulysses: 1, tensor: 1}
+shape: {batch: 1, seq: 1}
 inputs: {latents: {shape: [batch, seq, 8]}}
 outputs: [noise]
 streams: {compute: {}, copy: {}}
-defaults: {handshake: HANDSHAKE}
+defaults: {handshake: memop}
 blocks:
   exchange:
     - linear: {name: qkv, in: x, out: {q: heads, k: kv_heads, v: kv_heads}, split: column}
@@ -73,18 +73,16 @@ class Shape:
         tensor = self.tensor if ranks >= 2 * self.tensor else 1
         ulysses = ranks // tensor
         values = {
-            "LAYERS": layers,
-            "HEADS": self.heads * tensor,
-            "HEAD_DIM": HEAD_DIM,
-            "ULYSSES": ulysses,
-            "TENSOR": tensor,
-            "SEQ": self.rows * ulysses,
-            "HANDSHAKE": handshake,
+            "model.layers": layers,
+            "model.heads": self.heads * tensor,
+            "model.head_dim": HEAD_DIM,
+            "mesh.ulysses": ulysses,
+            "mesh.tensor": tensor,
+            "shape.seq": self.rows * ulysses,
+            "defaults.handshake": handshake,
         }
-        text = SCHEDULE
-        for name in sorted(values, key=len, reverse=True):  # HEAD_DIM before HEADS, which it does not hold
-            text = text.replace(f": {name}", f": {values[name]}")
-        return compile_schedule(read_schedule(text, "exchange.yaml"))
+        settings = tuple((path, str(value)) for path, value in values.items())
+        return compile_schedule(read_schedule(SCHEDULE, "exchange.yaml", settings))
 
 
 SHAPES = (
@@ -119,14 +117,16 @@ class FixedStages:
             self.multiply()
 
     def __call__(self, plan: Plan, rank: int, run: Run) -> Stage:
-        program, gives = plan.ranks[rank], []
+        program, op, gives = plan.ranks[rank], plan.ops[run.op], []
         for number in program.made_by(run):
             buffer = program.buffers[number]
-            key = (buffer.batch, buffer.rows, buffer.cols, buffer.dtype)
+            # Other memory than that of the layer before: what a stage hands back of its operands is copied.
+            key = (op.name, (op.layer or 0) % 2, buffer.name)
             if key not in self.drawn:
-                self.drawn[key] = torch.randn(*key[:3], device=self.device).to(torch_dtype(buffer.dtype))
+                drawn = torch.randn(buffer.batch, buffer.rows, buffer.cols, device=self.device)
+                self.drawn[key] = drawn.to(torch_dtype(buffer.dtype))
             gives.append(self.drawn[key])
-        multiplies = self.gemm and plan.ops[run.op].name.endswith("gemm")
+        multiplies = self.gemm and op.name.endswith("gemm")
 
         def stage(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             if multiplies:
@@ -201,34 +201,33 @@ def measure(shapes: Sequence[Shape], rounds: int, steps: int, rank: int) -> Meas
     with torch.inference_mode(False), torch.no_grad():
         for shape in shapes:
             with ExitStack() as stack:
-                ways = _ways(shape, stack, left_out)
+                plans = {kind: shape.plan(dist.get_world_size(), kind, LAYERS) for kind in HANDSHAKES}
+                ways = _ways(shape, plans, stack, left_out)
                 for work in ways.values():
                     _timed(work, WARM)
                 for _ in range(rounds):
                     for way, work in ways.items():
                         times.setdefault((shape.name, way), []).append(_timed(work, steps) / LAYERS)
                 traces[shape.name] = _trace(ways["memop, captured"])
-            sent[shape.name] = sent_bytes(shape.plan(dist.get_world_size(), "memop", LAYERS), rank)
+            sent[shape.name] = sent_bytes(plans["memop"], rank)
     return Measured(times, sent, traces, left_out)
 
 
-def _ways(shape: Shape, stack: ExitStack, left_out: dict[str, str]) -> dict[str, Callable[[], None]]:
+def _ways(
+    shape: Shape, plans: Mapping[str, Plan], stack: ExitStack, left_out: dict[str, str]
+) -> dict[str, Callable[[], None]]:
     """What is timed: each a step of ``LAYERS`` exchanges, of as many matrix products, or of both."""
-    ranks, device = dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
     found: dict[str, Callable[[], None]] = {}
 
     def opened(handshake: str, gemm: bool, eager: bool = False) -> Callable[[], None]:
-        plan, stages = shape.plan(ranks, handshake, LAYERS), FixedStages(gemm, device)
-        session = stack.enter_context(Session(plan, device="cuda", stages=stages, eager=eager))
-        step = session.capture(outputs="view")
-        inputs = {name: tensor.to(device) for name, tensor in random_inputs(plan, 0).items()}
-        return lambda: _call(step, inputs)
+        stages = FixedStages(gemm, device)
+        return step_of(stack.enter_context(Session(plans[handshake], device="cuda", stages=stages, eager=eager)))
 
     for handshake in HANDSHAKES:
         found[f"{handshake}, captured"] = opened(handshake, gemm=False)
     found["memop, host-issued"] = opened("memop", gemm=False, eager=True)
-    plan = shape.plan(ranks, "memop", LAYERS)
-    group = _own_group(plan)
+    group = _own_group(plans["memop"])
     divides = shape.heads % dist.get_world_size(group) == 0
     if on_host(group):
         left_out["all-to-all"] = "no NCCL: ranks share a GPU"
@@ -245,8 +244,15 @@ def _ways(shape: Shape, stack: ExitStack, left_out: dict[str, str]) -> dict[str,
     return found
 
 
-def _call(step: CapturedStep, inputs: Mapping[str, Tensor]) -> None:
-    step(**inputs)
+def step_of(session: Session) -> Callable[[], None]:
+    """A step of a session, on inputs that are drawn here, once."""
+    step, device = session.capture(outputs="view"), session.backend.device
+    inputs = {name: tensor.to(device) for name, tensor in random_inputs(step.plan, 0).items()}
+
+    def call() -> None:
+        step(**inputs)
+
+    return call
 
 
 def exchanging(plan: Plan, rank: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 from stepgraph.planner.diagnostics import StepgraphError
-from stepgraph.runtime.inputs import random_inputs
 from stepgraph.runtime.launch import on_ranks
 from stepgraph.runtime.session import Session
-from stepgraph.tools.peers.exchange import SHAPES, Shape
+from stepgraph.tools.peers.exchange import SHAPES, Shape, step_of
 
 STEPS = 50
 """That all ranks take before one is killed."""
@@ -50,29 +50,27 @@ def lose_one(world: int) -> Loss:
     return Loss(told, seconds, waited, on_ranks(world, partial(_runs, SHAPES[-1])) == [True] * world)
 
 
-def _steps(session: Session, count: int) -> None:
-    step = session.capture()
-    device = torch.device("cuda", torch.cuda.current_device())
-    inputs = {name: tensor.to(device) for name, tensor in random_inputs(step.plan, 0).items()}
+def _take(step: Callable[[], None], count: int) -> None:
     for _ in range(count):
-        step(**inputs)
+        step()
     torch.cuda.synchronize()
 
 
 def _dies(shape: Shape, folder: str, rank: int) -> None:
     world = dist.get_world_size()
     with Session(shape.plan(world, "memop", LAYERS), device="cuda") as session:
-        _steps(session, STEPS)
+        step = step_of(session)
+        _take(step, STEPS)
         dist.barrier()
         if rank == world - 1:
             (Path(folder) / "killed").write_text(repr(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
-        _steps(session, 1)
+        _take(step, 1)
         (Path(folder) / f"over{rank}").touch()
         time.sleep(60)
 
 
 def _runs(shape: Shape, rank: int) -> bool:
     with Session(shape.plan(dist.get_world_size(), "memop", LAYERS), device="cuda") as session:
-        _steps(session, STEPS)
+        _take(step_of(session), STEPS)
     return True
