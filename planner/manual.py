@@ -205,7 +205,8 @@ CODES: dict[str, Entry] = {
     "E306": Entry(
         "data overwritten before it is read",
         "Two targets share bytes, and one is written while the other still holds what is to be read; or a later op has "
-        "written over what a reader's operand names; or an op writes a state that it does not name.",
+        "written over what a reader's operand names; or an op writes a state that it does not name; or a copy, or a "
+        "stage that changes something in place, writes over what it reads.",
         "Place the two targets apart, as the planner does, and keep the order in which ops need one another.",
     ),
     "E307": Entry(

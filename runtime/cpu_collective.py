@@ -27,13 +27,16 @@ class Rendezvous:
         """All the copies, in the order of the members, unless they are made already."""
         if self.moved:
             return
+        results: list[tuple[Tensor, Tensor]] = []
         for rank in sorted(self.calls):
             came: dict[int, int] = {}
             for part in self.calls[rank].incoming:
                 nth = came.get(part.peer, 0)
                 came[part.peer] = nth + 1
-                result = self._sum(rank, nth) if self.calls[rank].reduce else self._part(part.peer, rank, nth)
-                self._region(rank, part).copy_(result)
+                result = self._sum(rank, nth) if self.calls[rank].reduce else self._part(part.peer, rank, nth).clone()
+                results.append((self._region(rank, part), result))
+        for place, result in results:  # when all is read: a result may come to where something was given from
+            place.copy_(result)
         self.moved = True
 
     def _part(self, sender: int, receiver: int, nth: int) -> Tensor:

@@ -219,6 +219,12 @@ class RankQueues:
         if conflict is not None:
             self.world.conflict(self.plan.ranks[owner].buffers[buffer], owner, conflict)
 
+    def apart(self, stream: int, op: int, buffer: int, region: Region) -> None:
+        """What an instruction is about to change is nothing that it has read elsewhere."""
+        chain = self.chain(stream)
+        if self.memory.shadow(buffer, region).read_at(chain, int(self.world.clocks[chain][chain])):
+            self.world.report.fault("over itself", f"rank {self.rank} writes over what it reads in {self.op_name(op)}")
+
     def allocate(self, stream: int, buffer: int, result: Tensor | None = None) -> None:
         self.memory.allocate(buffer, result)
         self.made_on[buffer] = stream
@@ -261,7 +267,10 @@ class RankQueues:
         outputs = [self.program.views[view] for view in run.outputs]
 
         def action() -> None:
-            for view in inputs:
+            for read in sorted(dict.fromkeys(run.inputs), key=run.outputs.__contains__):
+                view = self.program.views[read]
+                if read in run.outputs:
+                    self.apart(run.stream, run.op, view.buffer, view.region)
                 self.read(run.stream, view.buffer, view.region)
             results = call_stage(self.plan, self.rank, run, stage, [self.memory.view(view) for view in inputs])
             for buffer, result in results:
@@ -282,8 +291,11 @@ class RankQueues:
             whole = self.memory.region(view.buffer, view.region)
             self.movements.note(moved, self.rank, self.replay, whole)
             self.read(send.stream, view.buffer, send.source_region)
+            if send.peer == self.rank:
+                self.apart(send.stream, send.op, send.target, send.region)
             self.write(send.stream, send.target, send.region, send.peer)
-            peer.region(send.target, send.region).copy_(self.memory.region(view.buffer, send.source_region))
+            source = self.memory.region(view.buffer, send.source_region).clone()
+            peer.region(send.target, send.region).copy_(source)
 
         self._add(send.stream, number, f"send {self.op_name(send.op)} to {send.peer}", run)
 

@@ -87,6 +87,10 @@ class Shadow:
         self.written[...] = time
         return conflict
 
+    def read_at(self, chain: int, time: int) -> bool:
+        """Whether a chain has read any of it at a time."""
+        return bool((self.reads[chain] == time).any())
+
     def _unordered_write(self, chain: int, time: int, clock: Ints, later_writes: bool) -> Conflict | None:
         newer = self.written > clock[self.writer]
         if not newer.any():

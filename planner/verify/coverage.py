@@ -9,7 +9,7 @@ from functools import cache
 
 from stepgraph.planner.diagnostics import Diagnostic
 from stepgraph.planner.plan import Collective, Load, Plan, Region, Run, Send, Store
-from stepgraph.planner.verify.cells import parts_of
+from stepgraph.planner.verify.cells import Place, cells_of, parts_of
 from stepgraph.planner.verify.findings import place_of_op
 
 
@@ -28,10 +28,11 @@ def _first_chunks(plan: Plan) -> list[int]:
 def coverage(plan: Plan) -> Iterator[Diagnostic]:
     """E308 for an op that nobody carries out, or a rank does twice, or does not where it leaves a state; and E307 for a
     target that an op's sends fill in part: of a state, from the op's row `at` on, as many rows as are sent; and E306
-    where parts meet. Either for a state that is taken for another."""
+    where parts meet, or an instruction changes what it reads. Either for a state that is taken for another."""
     yield from _undone(plan)
     yield from _unfilled(plan)
     yield from _overlapping(plan)
+    yield from _over_itself(plan)
     yield from _other_states(plan)
 
 
@@ -163,6 +164,44 @@ def _overlapping(plan: Plan) -> Iterator[Diagnostic]:
                         "two that meet",
                         "lay every part down beside the others",
                     )
+
+
+def _over_itself(plan: Plan) -> Iterator[Diagnostic]:
+    """What an instruction reads lies apart from what it writes there and then: nothing orders the bytes of a copy, or
+    what a stage reads and what it changes in place. What a stage makes anew, and what members of a collective give,
+    comes to its place when all is read."""
+    for rank, program in enumerate(plan.ranks):
+        where = [(rank, view.buffer, view.region) for view in program.views]
+        for item in program.instructions:
+            pairs: list[tuple[Place, Place]] = []
+            if isinstance(item, Send) and item.peer == rank:
+                source = (rank, program.views[item.source].buffer, item.source_region)
+                pairs = [(source, (rank, item.target, item.region))]
+            elif isinstance(item, Run):
+                changed = dict.fromkeys(view for view in item.outputs if view in item.inputs)
+                pairs = [(where[v], where[c]) for c in changed for v in dict.fromkeys(item.inputs) if v != c]
+            meeting = next((pair for pair in pairs if _meet(plan, *pair)), None)
+            if meeting is not None and isinstance(item, Run | Send):
+                read, written = (program.buffers[buffer].name for _, buffer, _ in meeting)
+                yield Diagnostic(
+                    "E306",
+                    f"{plan.ops[item.op].label} writes over what it reads on rank {rank}",
+                    place_of_op(plan, item.op),
+                    f"{read} apart from {written}, where it writes",
+                    "bytes that both have",
+                    "let it write to another place",
+                )
+
+
+def _meet(plan: Plan, one: Place, two: Place) -> bool:
+    """Whether two regions on a rank share a byte."""
+    (_, first, a), (_, second, b) = one, two
+    if first == second:
+        return (
+            max(a.row, b.row) < min(a.row + a.rows, b.row + b.rows)
+            and max(a.col, b.col) < min(a.col + a.cols, b.col + b.cols)
+        )  # fmt: skip
+    return max(first, second) < len(plan.targets) and bool(cells_of([plan], [[one, two]]).overlaps)
 
 
 def _other_states(plan: Plan) -> Iterator[Diagnostic]:
