@@ -351,3 +351,32 @@ def test_memory_map(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "self_attention.send_v:v.0" in text
     assert "equal to the lower bound" in text
     assert run(["memory", "quickstart", "--rank", "4"]) == 2
+
+
+def test_memory_map_of_chunks_and_of_an_edited_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Chunks fill the target of their gather one after another, in one use; and an arena may be below a stale bound."""
+    sizes = "model.layers=1,model.heads=12,model.kv_heads=12,model.head_dim=2,model.hidden=24,model.ffn=8,shape.seq=8"
+    text = (Path(__file__).parent.parent / "plans" / "minimax_h3_u4_chunks.yaml").read_text(encoding="utf-8")
+    schedule = tmp_path / "chunks.yaml"
+    schedule.write_text(text.replace("heads: 2}", "heads: 3}"), encoding="utf-8")
+    data = json.loads(output(capsys, "memory", str(schedule), "--set", sizes, "--format", "json"))
+    (gathered,) = (target for target in data["targets"] if "gather:o" in target["name"])
+    (use,) = gathered["uses"]
+    assert use["from"].endswith("gather")
+    assert not use["to"].endswith("gather")
+    assert use["last_op"] - use["first_op"] > 3
+    plan = tmp_path / "edited.plan"
+    output(capsys, "compile", str(schedule), "--set", sizes, "-o", str(plan))
+    document = json.loads(plan.read_text(encoding="utf-8"))
+    arena = document["plan"]["arena_bytes"]
+    for bound, told in (
+        (arena, "equal to the"),
+        (arena + 1, "below the"),
+        (arena // 2, "100.0 % over the"),
+        (0, "over the"),
+    ):
+        document["plan"]["arena_lower_bound"] = bound
+        plan.write_text(json.dumps(document), encoding="utf-8")
+        assert f"arena {arena} bytes, {told} lower bound of {bound}\n" in output(
+            capsys, "memory", str(plan), "--edited"
+        )

@@ -71,12 +71,13 @@ def uses(plan: Plan, rank: int) -> list[Use]:
         if target in states:
             continue
         first = last = -1
+        read = False
         for op, writes in sorted(ops.items()):
-            if writes and first >= 0 and last > first:
+            if writes and read:  # chunks of an op fill a target one after another, before it is read
                 found.append(Use(target, first, last))
-                first = -1
-            if writes and first < 0:
-                first = op
+                first, read = -1, False
+            first = op if writes and first < 0 else first
+            read |= first >= 0 and not writes
             last = op
         if first >= 0:
             found.append(Use(target, first, last))
@@ -170,9 +171,7 @@ def command(
         ends = (plan.ops[mine[0].first].name, plan.ops[mine[0].last].name) if mine else ("", "")
         table.add_row(str(target.offset), str(target.nbytes), target.name, str(len(mine)), *ends)
     console().print(table)
-    over = plan.arena_bytes / plan.arena_lower_bound - 1 if plan.arena_lower_bound else 0
-    gap = f"{100 * over:.1f} % over" if over > 0 else "equal to"
-    click.echo(f"arena {plan.arena_bytes} bytes, {gap} the lower bound of {plan.arena_lower_bound}")
+    click.echo(f"arena {plan.arena_bytes} bytes, {_gap(plan)} the lower bound of {plan.arena_lower_bound}")
     shared = _shared_words(plan)
     words = f"{shared} of them shared by exchanges" if shared else "none of them shared"
     click.echo(f"flags {plan.flag_slots} words of 8 bytes, {words}")
@@ -183,6 +182,14 @@ def command(
     if svg:
         click.echo(f"drawn into {svg}")
     return 0
+
+
+def _gap(plan: Plan) -> str:
+    """How the arena compares with its lower bound; an edited plan may be below, or have none."""
+    over = plan.arena_bytes - plan.arena_lower_bound
+    if over <= 0:
+        return "below" if over else "equal to"
+    return f"{100 * over / plan.arena_lower_bound:.1f} % over" if plan.arena_lower_bound > 0 else "over"
 
 
 def _shared_words(plan: Plan) -> int:
