@@ -126,9 +126,9 @@ def _place(plan: StreamPlan, shares: Shares, axis: str) -> tuple[Packing, tuple[
 def _targets(plan: StreamPlan, shares: Shares) -> tuple[tuple[PlacedTarget, ...], dict[int, int], int, int]:
     """The targets, the number of each memory's, the arena's bytes and their lower bound.
 
-    Targets of different axes never share bytes, so that every axis has a range of its own, and the bounds add up: take
-    the bytes of the other axes out of any arena, and what is left holds the targets of one, whole and apart as before.
-    States come first: nothing shares their bytes.
+    Targets of different axes are not made to share bytes: every axis has a range of its own. Some could, where
+    exchanges of both axes lie between, so that the bound is that of the axis which needs most: any arena holds its
+    targets. States come first: nothing shares their bytes.
     """
     graph = plan.graph
     targets: list[PlacedTarget] = []
@@ -140,7 +140,7 @@ def _targets(plan: StreamPlan, shares: Shares) -> tuple[tuple[PlacedTarget, ...]
             target_of[memory] = len(targets)
             targets.append(PlacedTarget(found.state, _nbytes(found, shares), base * ALIGNMENT, True))
             base += -(-_nbytes(found, shares) // ALIGNMENT)
-    bound = base
+    states, bound = base, 0
     for axis in dict.fromkeys(graph.memories[index].axis for index in sorted(plan.lifetimes)):
         packing, memories = _place(plan, shares, axis)
         numbers: dict[str, int] = defaultdict(int)
@@ -151,8 +151,8 @@ def _targets(plan: StreamPlan, shares: Shares) -> tuple[tuple[PlacedTarget, ...]
             targets.append(PlacedTarget(name, _nbytes(first, shares), (base + offset) * ALIGNMENT))
             numbers[first.family] += 1
         base += packing.size
-        bound += packing.bound
-    return tuple(targets), target_of, base * ALIGNMENT, bound * ALIGNMENT
+        bound = max(bound, packing.bound)
+    return tuple(targets), target_of, base * ALIGNMENT, (states + bound) * ALIGNMENT
 
 
 def _drops(plan: StreamPlan) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]], tuple[int, ...]]:

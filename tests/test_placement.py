@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from stepgraph.planner.placement_search import refutes, search
 from stepgraph.planner.plan import ALIGNMENT
 from stepgraph.planner.schedule import load_schedule
 from stepgraph.planner.streams import order
+from stepgraph.planner.verify.proof import prove
+from stepgraph.runtime.mutate import seen_by_running
 
-from support.sizes import SHIPPED
+from support.sizes import SHIPPED, small_plan
 
 PLANS = Path(__file__).parents[1] / "plans"
 MANY = 10**6
@@ -182,3 +185,20 @@ def test_targets_that_share_bytes_have_an_exchange_between_them(name: str, ranks
             assert after[early] & before[late]
             assert after[late] or before[early]
     assert shared
+
+
+def test_the_bound_holds_for_an_arena_in_which_axes_share() -> None:
+    """The planner gives every axis a range of its own; one moved by hand is proven, and no arena is below the bound."""
+    settings = {"model__layers": "1", "shape__seq": "8", "defaults__all_reduce__via": "copy"}
+    plan = small_plan("minimax_h3_tp2_u2", **settings)
+    last = max(range(len(plan.targets)), key=lambda number: plan.targets[number].offset)
+    assert "reduce" in plan.targets[last].name
+    smaller = []
+    for offset in range(0, plan.targets[last].offset, ALIGNMENT):
+        targets = (*plan.targets[:last], replace(plan.targets[last], offset=offset), *plan.targets[last + 1 :])
+        end = max(target.offset + -(-target.nbytes // ALIGNMENT) * ALIGNMENT for target in targets)
+        if end < plan.arena_bytes and prove(moved := replace(plan, targets=targets, arena_bytes=end)).ok:
+            smaller.append(moved)
+    assert smaller
+    assert plan.arena_lower_bound <= min(found.arena_bytes for found in smaller) < plan.arena_bytes
+    assert {seen_by_running(smaller[0], seed) for seed in range(4)} == {None}
