@@ -131,6 +131,41 @@ def test_a_residual_cache_in_two_branches() -> None:
         assert all((one.misses, one.evictions) == (changes, changes - 1) for one in stats)
 
 
+def requests(rank: int) -> tuple[list[float], list[float], str]:
+    """The sums of what the calls of two requests give, a pipeline's end behind each, and what is told of a third one
+    that would begin with what the second one kept."""
+    model, call = made("wan cached", torch.bfloat16, True)
+    settings = FAMILIES["wan cached"].settings(model)
+    sharded = stepgraph.wrap(model, "wan_14b_cached_u4", device="cuda", overrides=settings)
+    calls, sums = list(cached_calls(call)), []
+    for variant, branch, given in (*calls, *calls):
+        if len(sums) == len(calls):
+            sharded._reset_stateful_cache()
+        sharded.variant = variant
+        with sharded.cache_context(branch):
+            (got,) = sharded(**given, return_dict=False)
+        sums.append(float(got.double().sum()))
+    sharded._reset_stateful_cache()
+    sharded.variant = "cached"
+    try:
+        with sharded.cache_context("cond"):
+            sharded(**call, return_dict=False)
+    except StepgraphError as error:
+        told = str(error)
+    else:
+        told = "accepted"
+    sharded.close()
+    return sums[: len(calls)], sums[len(calls) :], told
+
+
+def test_a_request_begins_anew_on_every_rank() -> None:
+    for found in on_ranks(2, requests):
+        assert isinstance(found, tuple)
+        first, second, told = found
+        assert first == second
+        assert told.startswith("E614"), told
+
+
 def swapped(rank: int) -> str:
     """What is told when a weight of a captured model is replaced, and when it is changed in place."""
     model, call = made("wan", torch.bfloat16, False)

@@ -106,4 +106,7 @@ def test_the_whole_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["ms"] > 0 for row in data["rows"])
     assert data["loss"]["told"].startswith("E612")
     assert data["loss"]["waited"] == [0]
-    assert all(any("emcpy" in name for name in trace) for trace in data["traces"].values())
+    traces = [trace for traced in data["traces"].values() for trace in traced.values()]
+    assert len(traces) == 3 * len(SHAPES)
+    assert all(any("emcpy" in name for name in trace) for trace in traces)
+    assert all(count and micros for trace in traces for count, micros in trace.values())

@@ -176,8 +176,9 @@ class Measured:
     """(shape, way) -> milliseconds an exchange, in each round."""
     sent: Mapping[str, int]
     """Shape -> bytes that the rank sends to others in an exchange."""
-    traces: Mapping[str, Mapping[str, tuple[int, float]]]
-    """Shape -> name of what ran on the GPU -> how often, and microseconds in all, in a captured exchange."""
+    traces: Mapping[str, Mapping[str, Mapping[str, tuple[int, float]]]]
+    """Shape -> handshake -> name of what ran on the GPU -> how often, and microseconds in all, in ``TRACED`` captured
+    steps. Waits and writes that the driver's stream memory operations do are in no trace."""
     left_out: Mapping[str, str]
     """Way -> why it was not measured."""
 
@@ -196,7 +197,7 @@ def measure(shapes: Sequence[Shape], rounds: int, steps: int, rank: int) -> Meas
     """Time every way of ``shapes`` in turn, ``rounds`` times ``steps`` steps of each. Collective."""
     times: dict[tuple[str, str], list[float]] = {}
     sent: dict[str, int] = {}
-    traces: dict[str, Mapping[str, tuple[int, float]]] = {}
+    traces: dict[str, Mapping[str, Mapping[str, tuple[int, float]]]] = {}
     left_out: dict[str, str] = {}
     with torch.inference_mode(False), torch.no_grad():
         for shape in shapes:
@@ -208,7 +209,7 @@ def measure(shapes: Sequence[Shape], rounds: int, steps: int, rank: int) -> Meas
                 for _ in range(rounds):
                     for way, work in ways.items():
                         times.setdefault((shape.name, way), []).append(_timed(work, steps) / LAYERS)
-                traces[shape.name] = _trace(ways["memop, captured"])
+                traces[shape.name] = {kind: _trace(ways[f"{kind}, captured"]) for kind in HANDSHAKES}
             sent[shape.name] = sent_bytes(plans["memop"], rank)
     return Measured(times, sent, traces, left_out)
 
@@ -291,4 +292,5 @@ def _trace(work: Callable[[], None]) -> dict[str, tuple[int, float]]:
             work()
         torch.cuda.synchronize()
         dist.barrier()
-    return {event.key: (event.count, event.self_device_time_total) for event in profile.key_averages()}
+    every = profile.key_averages()
+    return {event.key: (event.count, event.self_device_time_total) for event in every if event.self_device_time_total}

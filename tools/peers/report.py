@@ -64,7 +64,7 @@ class PeerReport:
     """Shape -> handshake -> what each rank saw."""
     rows: Sequence[Row]
     beside: Sequence[Beside]
-    traces: Mapping[str, Mapping[str, tuple[int, float]]]
+    traces: Mapping[str, Mapping[str, Mapping[str, tuple[int, float]]]]
     """Of rank 0: see ``Measured``."""
     left_out: Mapping[str, str]
     loss: Loss
@@ -171,10 +171,11 @@ def show(report: PeerReport, console: Console) -> None:
         cells = (f"{both.exchange:.4f}", f"{both.gemm:.4f}", f"{both.both:.4f}", f"{both.hidden:.0%}")
         table.add_row(both.shape, both.handshake, *cells)
     console.print(table)
-    table = Table("shape", "ran on the GPU", "times a step", "us each", title="a captured step of memop")
-    for shape, trace in report.traces.items():
-        for name, (count, micros) in trace.items():
-            table.add_row(shape, name, f"{count / TRACED:g}", f"{micros / count:.1f}")
+    table = Table("shape", "handshake", "ran on the GPU", "times a step", "us each", title="a captured step")
+    for shape, traced in report.traces.items():
+        for handshake, trace in traced.items():
+            for name, (count, micros) in trace.items():
+                table.add_row(shape, handshake, name, f"{count / TRACED:g}", f"{micros / count:.1f}")
     console.print(table)
     for way, why in report.left_out.items():
         console.print(f"not measured: {way} ({why})")
