@@ -33,6 +33,7 @@ from stepgraph.planner.plan import (
 )
 from stepgraph.planner.plan_check import check_plan
 from stepgraph.planner.verify.proof import prove
+from stepgraph.runtime.cpu import World
 from stepgraph.runtime.inputs import NamedInputs, random_inputs
 from stepgraph.runtime.session import Outputs, Session
 
@@ -248,7 +249,7 @@ def _difference(plan: Plan, changed: Plan) -> str:
 
 Seen = Mapping[tuple[int, int], Sequence[Sequence[Tensor]]]
 """What ops have read: by rank and op, the operands of each time that it was carried out. Op -1 is the caller, who reads
-the outputs."""
+the outputs and, at the end, the states: what other versions of the step would find there."""
 
 
 class _Watched:
@@ -293,6 +294,10 @@ def _run_watched(plan: Plan, seed: int) -> tuple[str | None, Seen]:
         return "race", watched.read
     if report.faults:
         return report.faults[0].kind, watched.read
+    backend = session.backend
+    assert isinstance(backend, World)
+    for rank, memory in enumerate(backend.memories[0]):
+        watched.read[rank, -1].append([memory.tensors[state.buffer].clone() for state in plan.states])
     return None if report.movement_exact else "moved wrong", watched.read
 
 
@@ -303,8 +308,8 @@ def meant_by(plan: Plan) -> Seen | None:
 
 
 def seen_by_running(plan: Plan, seed: int, meant: Seen | None = None) -> str | None:
-    """What the cpu device notices in one interleaving of some replays, as a word, or that ops have read something else
-    than is meant; None when all is well."""
+    """What the cpu device notices in one interleaving of some replays, as a word, or that ops read, or states hold,
+    something else than is meant; None when all is well."""
     found, seen = _run_watched(plan, seed)
     if found is not None or meant is None or _same(seen, meant):
         return found

@@ -2,11 +2,13 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from stepgraph.planner.plan import Plan
-from stepgraph.runtime.mutate import KINDS, mutants, verdicts
+from stepgraph.planner.plan import Plan, Send
+from stepgraph.planner.verify.proof import prove
+from stepgraph.runtime.mutate import KINDS, meant_by, mutants, seen_by_running, verdicts
 from stepgraph.tools import cli
 
 from support.sizes import SHIPPED, small_plan
@@ -62,6 +64,28 @@ def test_mutants_are_those_of_their_seed() -> None:
     one, two, other = ([mutant.plan for mutant in mutants(plan, 30, seed)] for seed in (4, 4, 5))
     assert one == two != other
     assert all(changed != plan for changed in one)
+
+
+@pytest.mark.parametrize("taken", ["kcache[1]", "vcache[0]"])
+def test_a_state_in_place_of_another_is_seen(taken: str) -> None:
+    """Every rank sends keys into another layer's or another state, and reads them there before that is written: what
+    other versions of the step find in the states is not what they mean."""
+    plan = plan_of("lingbot_world_v2_u4", "two layers, kernel")
+    buffers = {state.name: state.buffer for state in plan.states}
+    old, new = buffers["kcache[0]"], buffers[taken]
+    first = {number for number, op in enumerate(plan.ops) if op.layer == 0}
+    ranks = []
+    for program in plan.ranks:
+        items = [
+            replace(item, target=new) if isinstance(item, Send) and item.target == old and item.op in first else item
+            for item in program.instructions
+        ]
+        views = tuple(replace(view, buffer=new) if view.buffer == old else view for view in program.views)
+        ranks.append(replace(program, instructions=tuple(items), views=views))
+    edited = replace(plan, ranks=tuple(ranks))
+    codes = {(finding.code, finding.expected, finding.got) for finding in prove(edited).findings}
+    assert {(code, "kcache[0]", taken) for code in ("E306", "E307")} <= codes
+    assert seen_by_running(edited, 0, meant_by(plan)) == "read wrong"
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

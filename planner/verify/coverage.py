@@ -205,9 +205,10 @@ def _meet(plan: Plan, one: Place, two: Place) -> bool:
 
 
 def _other_states(plan: Plan) -> Iterator[Diagnostic]:
-    """An op reads and writes the states that it names: nothing in a step tells who has left what is in one."""
-    names = {state.buffer: state.name.partition("[")[0].partition("@")[0] for state in plan.states}
-    for rank, program in enumerate(plan.ranks if names else ()):
+    """An op reads and writes the states that it names, in its layer: nothing in a step tells who has left what is in
+    one."""
+    states = {state.buffer: state.name.partition("@")[0] for state in plan.states}
+    for rank, program in enumerate(plan.ranks if states else ()):
         for item in program.instructions:
             if not isinstance(item, Run | Send | Store):
                 continue
@@ -215,19 +216,17 @@ def _other_states(plan: Plan) -> Iterator[Diagnostic]:
             inputs = item.inputs if isinstance(item, Run) else (item.source if isinstance(item, Send) else item.view,)
             into = [views[view].buffer for view in item.outputs] if isinstance(item, Run) else []
             into += [item.target] if isinstance(item, Send) else []
-            for view, operand in zip(inputs, op.inputs, strict=False):
-                if names.get(views[view].buffer, operand.name) != operand.name:
-                    other = program.buffers[views[view].buffer].name
-                    yield _other_state(plan, item.op, "E307", f"rank {rank} reads {other}", operand.name)
-            for buffer in into:
-                if op.outputs and names.get(buffer, op.outputs[0]) not in op.outputs:
-                    other = program.buffers[buffer].name
-                    yield _other_state(plan, item.op, "E306", f"rank {rank} writes {other}", ", ".join(op.outputs))
-
-
-def _other_state(plan: Plan, op: int, code: str, what: str, named: str) -> Diagnostic:
-    message = f"{what} in {plan.ops[op].label}, which names another tensor"
-    return Diagnostic(code, message, place_of_op(plan, op), named, "this state", "let it take the one that it names")
+            reads = [(views[view].buffer, (one.name,)) for view, one in zip(inputs, op.inputs, strict=False)]
+            writes = [(buffer, op.outputs) for buffer in into if op.outputs]
+            for code, done, pairs in (("E307", "reads", reads), ("E306", "writes", writes)):
+                for buffer, names in pairs:
+                    own = [*names, *(f"{name}[{op.layer}]" for name in names)]  # of the step, or of the layer
+                    if states.get(buffer, own[0]) not in own:
+                        meant = [name for name in own if name in states.values()] or names
+                        message = f"rank {rank} {done} {states[buffer]} in {op.label}, which names another tensor"
+                        hint = "let it take the one that it names"
+                        place, got = place_of_op(plan, item.op), states[buffer]
+                        yield Diagnostic(code, message, place, ", ".join(meant), got, hint)
 
 
 def _rows_made(plan: Plan) -> dict[tuple[int, int], dict[int, int]]:
