@@ -287,11 +287,6 @@ CODES: dict[str, Entry] = {
         "its outputs has no made-up stage that agrees with the unsharded model.",
         "Bind the model's own.",
     ),
-    "E603": Entry(
-        "nothing to denoise",
-        "A denoising loop updates the input that has the shape of the first output.",
-        "Give an input and the first output the same shape.",
-    ),
     "E604": Entry("the session is closed", "A step or session was used after it was closed.", "Open another."),
     "E605": Entry(
         "an input of another kind",

@@ -8,7 +8,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from stepgraph.planner.diagnostics import CapabilityError, Diagnostic
 from stepgraph.planner.plan import Plan
 
 TRAIN_TIMESTEPS = 1000
@@ -41,38 +40,24 @@ def euler(latents: Tensor, noise: Tensor, sigma: float, next_sigma: float) -> Te
     return (wide + (step * noise).to(wide.dtype)).to(latents.dtype)
 
 
-def latents_name(plan: Plan) -> str:
-    """The input that the loop updates: the one of the first output's shape.
-
-    Raises:
-        CapabilityError: E603 where there is none.
-    """
-    found = [entry.name for entry in plan.inputs if entry.shape == plan.outputs[0].shape]
-    if not found:
-        raise CapabilityError(
-            [
-                Diagnostic(
-                    "E603",
-                    "no input has the shape of the first output, so there is nothing to denoise",
-                    None,
-                    f"an input of shape {list(plan.outputs[0].shape)}",
-                    ", ".join(f"{entry.name} {list(entry.shape)}" for entry in plan.inputs),
-                )
-            ]
-        )
-    return found[0]
+def latents_name(plan: Plan) -> str | None:
+    """The input that the loop updates: the first of the first output's shape; None where there is none."""
+    return next((entry.name for entry in plan.inputs if entry.shape == plan.outputs[0].shape), None)
 
 
 def denoise(
     plan: Plan, given: Mapping[str, Tensor], levels: Sequence[tuple[float, float]], seen: list[tuple[Tensor, ...]]
-) -> Generator[Mapping[str, Tensor], tuple[Tensor, ...], Tensor]:
-    """A host loop: yields each step's inputs, is sent its outputs, returns the last latents. An input called
-    ``timestep`` becomes 1000 * sigma at each step; ``seen`` collects the outputs of every step."""
+) -> Generator[Mapping[str, Tensor], tuple[Tensor, ...], None]:
+    """A host loop: yields each step's inputs, and is sent its outputs, which ``seen`` collects. An input called
+    ``timestep`` becomes 1000 * sigma at each step. The latents are updated; where a plan has none, all other inputs
+    move on by an element, so that every step has new data."""
     name, inputs = latents_name(plan), dict(given)
     for sigma, next_sigma in levels:
         if "timestep" in inputs:
             inputs["timestep"] = torch.full_like(inputs["timestep"], sigma * TRAIN_TIMESTEPS)
         outputs = yield inputs
         seen.append(outputs)
-        inputs[name] = euler(inputs[name], outputs[0], sigma, next_sigma)
-    return inputs[name]
+        if name is not None:
+            inputs[name] = euler(inputs[name], outputs[0], sigma, next_sigma)
+        else:
+            inputs = {key: tensor.flatten().roll(1).view(tensor.shape) for key, tensor in inputs.items()}

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.planner.diagnostics import CapabilityError
 from stepgraph.planner.plan import Plan
-from stepgraph.runtime.denoise import euler, latents_name, sigma_pairs, sigmas
+from stepgraph.runtime.denoise import denoise, euler, latents_name, sigma_pairs, sigmas
 from stepgraph.runtime.simulate import simulate
 
 
@@ -52,9 +51,14 @@ def plan_without_latents() -> Plan:
     )
 
 
-def test_nothing_to_denoise_is_told() -> None:
+def test_a_plan_without_latents_has_new_data_in_every_step() -> None:
     plan = plan_without_latents()
-    with pytest.raises(CapabilityError, match="E603"):
-        latents_name(plan)
-    with pytest.raises(CapabilityError, match="E603"):
-        simulate(plan, steps=1, seed=0)
+    assert latents_name(plan) is None
+    report = simulate(plan, steps=3, seed=0)
+    assert report is not None
+    assert report.ok
+    given = {"latents": torch.arange(6.0).view(2, 3), "timestep": torch.zeros(1)}
+    loop = denoise(plan, given, sigma_pairs(3), [])
+    steps = [next(loop), *(loop.send((torch.zeros(1),)) for _ in range(2))]
+    assert [step["latents"].flatten().tolist()[0] for step in steps] == [0, 5, 4]
+    assert [float(step["timestep"]) for step in steps] == pytest.approx([1000, 500.5, 1])
