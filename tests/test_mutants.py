@@ -88,6 +88,21 @@ def test_a_state_in_place_of_another_is_seen(taken: str) -> None:
     assert seen_by_running(edited, 0, meant_by(plan)) == "read wrong"
 
 
+@pytest.mark.parametrize(("moved", "over"), [("vcache[0]", "vcache[1]"), ("step.all_gather:noise.0", "kcache[1]")])
+def test_what_lies_in_a_state_is_seen(moved: str, over: str) -> None:
+    """Also where no step of this plan reads those bytes again before they are written."""
+    plan = plan_of("lingbot_world_v2_u4", "two layers, memop")
+    place = {target.name: target for target in plan.targets}
+    last_rows = place[over].offset + place[over].nbytes - 16
+    offset = place[over].offset if moved.startswith("vcache") else last_rows
+    targets = tuple(replace(one, offset=offset) if one.name == moved else one for one in plan.targets)
+    edited = replace(plan, targets=targets, arena_bytes=plan.arena_bytes + 4096)
+    told = {finding.message: finding.code for finding in prove(edited).findings}
+    later, earlier = sorted((moved, over), key=list(place).index, reverse=True)
+    assert told[f"{later} lies where the step leaves the state {earlier}"] == "E306"
+    assert seen_by_running(edited, 0, meant_by(plan)) is not None
+
+
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     small = "--set=model.layers=1,shape.seq=5,model.hidden=8,model.head_dim=2,model.ffn=8,mesh.ulysses=2"
     assert cli.run(["verify", "quickstart", "--mutate", "23", "--seed", "3", "--format", "json", small]) == 0

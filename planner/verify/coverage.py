@@ -28,12 +28,14 @@ def _first_chunks(plan: Plan) -> list[int]:
 def coverage(plan: Plan) -> Iterator[Diagnostic]:
     """E308 for an op that nobody carries out, or a rank does twice, or does not where it leaves a state; and E307 for a
     target that an op's sends fill in part: of a state, from the op's row `at` on, as many rows as are sent; and E306
-    where parts meet, or an instruction changes what it reads. Either for a state that is taken for another."""
+    where parts meet, or an instruction changes what it reads, or something else lies in a state. Either for a state
+    that is taken for another."""
     yield from _undone(plan)
     yield from _unfilled(plan)
     yield from _overlapping(plan)
     yield from _over_itself(plan)
     yield from _other_states(plan)
+    yield from _shared_states(plan)
 
 
 def _undone(plan: Plan) -> Iterator[Diagnostic]:
@@ -227,6 +229,26 @@ def _other_states(plan: Plan) -> Iterator[Diagnostic]:
                         hint = "let it take the one that it names"
                         place, got = place_of_op(plan, item.op), states[buffer]
                         yield Diagnostic(code, message, place, ", ".join(meant), got, hint)
+
+
+def _shared_states(plan: Plan) -> Iterator[Diagnostic]:
+    """What a step leaves in a state outlives it, whether or not this step reads it again: nothing else lies there."""
+    for state in plan.states:
+        if state.buffer >= len(plan.targets):
+            continue
+        kept = plan.targets[state.buffer]
+        for number, other in enumerate(plan.targets):
+            later = number > state.buffer or number not in plan.state_buffers  # two states are told of once
+            apart = kept.offset >= other.offset + other.nbytes or other.offset >= kept.offset + kept.nbytes
+            if number != state.buffer and later and not apart:
+                yield Diagnostic(
+                    "E306",
+                    f"{other.name} lies where the step leaves the state {state.name}",
+                    None,
+                    f"{state.name} at bytes {kept.offset} to {kept.offset + kept.nbytes}, and nothing else",
+                    f"{other.name} at bytes {other.offset} to {other.offset + other.nbytes}",
+                    "give every state a place in the arena that nothing else has",
+                )
 
 
 def _rows_made(plan: Plan) -> dict[tuple[int, int], dict[int, int]]:
